@@ -1,0 +1,251 @@
+"""Speed and memory of scale-invariant attention beside plain attention, FlexAttention and the reference.
+
+All contestants run in turn in one process, round after round, so that a slow spell of the machine hits all of them; the
+table gives medians and their ratio to SDPA's in the same run. SDPA is *plain* causal attention: it does less work.
+
+    make bench                                   # about 15 minutes on 2 cores
+    python benchmarks/attention.py --quick       # 1k and 4k, about 3 minutes
+    python benchmarks/attention.py --long        # 64k too
+
+Writes results/bench/attention.csv and attention.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+import scaleinv
+
+HEADS = 6
+OURS = "scale-invariant"
+Contestants = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1k and 4k tokens, 4k and 64k keys")
+    parser.add_argument("--long", action="store_true", help="64k tokens too")
+    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out (it compiles for each shape)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=9, help="at most; slow cases take fewer (default: 9)")
+    parser.add_argument("--out", type=Path, default=Path("results/bench"))
+    parser.add_argument("--memory-of", nargs=3, metavar=("OP", "BACKEND", "LENGTH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        return measure_memory(*options.memory_of)
+
+    lengths = [1024, 4096] if options.quick else [1024, 4096, 16384]
+    caches = [4096, 65536] if options.quick else [4096, 65536, 262144]
+    if options.long:
+        lengths.append(65536)
+    flops = gemm_rate()
+    say(f"torch {torch.__version__}, {cpu_name()}, {options.threads} threads, GEMM {flops / 1e9:.0f} GFLOP/s")
+    rows: list[dict[str, object]] = []
+    for head_dim in (128, 64):
+        for length in lengths:
+            for op in ("forward", "forward+backward"):
+                cases = training_cases(op, length, head_dim, flex=not options.no_flex)
+                work = (4 if op == "forward" else 14) * HEADS * head_dim * length * (length + 1) / 2
+                rows += compare(op, head_dim, length, cases, options.rounds, work, flops)
+    for keys in caches:
+        rows += compare("decode", 128, keys, decoding_cases(keys, 128), 41, None, flops)
+    for length in lengths if options.quick else [*lengths, 65536]:
+        rows += memory_rows(length, options.threads)
+    stamp = {"torch": torch.__version__, "cpu": cpu_name(), "threads": options.threads, "gemm_gflops": flops / 1e9}
+    options.out.mkdir(parents=True, exist_ok=True)
+    target = options.out / "attention.csv"
+    fields = ["op", "head_dim", "length", "backend", "metric", "median", "p20", "p80", "ratio_to_sdpa", "gemm_fraction"]
+    with target.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*fields, *stamp])
+        writer.writeheader()
+        writer.writerows({**row, **stamp} for row in rows)
+    picture = draw(rows, options.out / "attention.png")
+    say(f"wrote {target} and {picture}")
+
+
+def training_cases(op: str, length: int, head_dim: int, flex: bool) -> Contestants:
+    q, k, v, grad = torch.randn(4, 1, HEADS, length, head_dim, generator=torch.Generator().manual_seed(0)).unbind(0)
+    backward = op == "forward+backward"
+    if backward:
+        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+
+    def case(run: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        if not backward:
+            return run
+
+        def both() -> None:
+            q.grad = k.grad = v.grad = None
+            run().backward(grad)
+
+        return both
+
+    cases = {
+        "sdpa": case(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
+        OURS: case(lambda: scaleinv.attention(q, k, v)),
+    }
+    if length <= 4096:
+        cases["blocked-torch"] = case(lambda: scaleinv.attention(q, k, v, backend="blocked-torch"))
+        cases["reference"] = case(lambda: scaleinv.attention(q, k, v, backend="reference"))
+    if flex and not backward and length <= 16384:  # no backward on CPU
+        cases["flex"] = case(lambda: scaleinv.attention(q, k, v, backend="flex"))
+    return cases
+
+
+def decoding_cases(keys: int, head_dim: int) -> Contestants:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, HEADS, 1, head_dim, generator=generator)
+    k, v = torch.randn(2, 1, HEADS, keys, head_dim, generator=generator).unbind(0)
+    return {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
+        OURS: lambda: scaleinv.attention(q, k, v),
+    }
+
+
+def compare(
+    op: str, head_dim: int, length: int, cases: Contestants, rounds: int, work: float | None, flops: float
+) -> list[dict[str, object]]:
+    """Run the cases in turn; print and return a row for each."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    with torch.set_grad_enabled(op == "forward+backward"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for run in cases.values():  # compile, build, touch memory
+            run()
+        began = time.perf_counter()
+        for turn in range(rounds):
+            for name, run in cases.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
+            if turn >= 2 and time.perf_counter() - began > 60:
+                break
+    base = statistics.median(times["sdpa"])
+    rows = []
+    for name, values in times.items():
+        p20, median, p80 = (statistics.quantiles(values, n=10)[i] if len(values) > 1 else values[0] for i in (1, 4, 7))
+        fraction = work / median / flops if work else None
+        rows.append(
+            {
+                "op": op,
+                "head_dim": head_dim,
+                "length": length,
+                "backend": name,
+                "metric": "ms",
+                "median": median * 1e3,
+                "p20": p20 * 1e3,
+                "p80": p80 * 1e3,
+                "ratio_to_sdpa": median / base,
+                "gemm_fraction": fraction,
+            }
+        )
+        share = f"{fraction:5.0%} of GEMM" if fraction else ""
+        say(f"{op:17} D={head_dim:<3} N={length:<6} {name:15} {median * 1e3:10.2f} ms  {median / base:6.2f} x SDPA {share}")
+    return rows
+
+
+def memory_rows(length: int, threads: int) -> list[dict[str, object]]:
+    """Peak memory beside inputs, output and gradients, each case in a process of its own."""
+    rows = []
+    for op in ("forward", "forward+backward"):
+        for backend in ("sdpa", OURS, "reference"):
+            if backend == "reference" and length > 4096:
+                continue  # N x N matrices
+            if op == "forward+backward" and length > 16384:
+                continue  # minutes of work that tell nothing new
+            command = [sys.executable, __file__, "--threads", str(threads), "--memory-of", op, backend, str(length)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            extra = json.loads(done.stdout)["extra_mib"]
+            say(f"{op:17} D=128 N={length:<6} {backend:15} {extra:10.1f} MiB extra memory")
+            rows.append(
+                {
+                    "op": op,
+                    "head_dim": 128,
+                    "length": length,
+                    "backend": backend,
+                    "metric": "MiB",
+                    "median": extra,
+                }
+            )
+    return rows
+
+
+def measure_memory(op: str, backend: str, length: str) -> None:
+    """Print how far the peak rises above what the inputs and results of the call take."""
+    cases = training_cases(op, 64, 128, flex=False)
+    with torch.set_grad_enabled(op == "forward+backward"):
+        cases[backend]()  # libraries loaded, kernel built
+        n = int(length)
+        cases = training_cases(op, n, 128, flex=False) if n <= 4096 or backend != "reference" else cases
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        cases[backend]()
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    results = (1 if op == "forward" else 4) * HEADS * n * 128 * 4 / 1024  # out; and grads of q, k, v
+    print(json.dumps({"extra_mib": max(after - before - results, 0) / 1024}))
+
+
+def gemm_rate() -> float:
+    """FLOP/s of a 2048-cube matrix product: the limit that all of this is measured against."""
+    a, b = torch.randn(2, 2048, 2048).unbind(0)
+    times = []
+    for _ in range(8):
+        start = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times)
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> Path:
+    """Ratio to SDPA by length, one panel for each operation."""
+    from matplotlib.figure import Figure
+
+    colours = {OURS: "black", "sdpa": "#0072B2", "flex": "#D55E00", "reference": "#999999", "blocked-torch": "#009E73"}
+    panels = [("forward", 128), ("forward", 64), ("forward+backward", 128), ("forward+backward", 64), ("decode", 128)]
+    figure = Figure(figsize=(16, 3.6), layout="constrained")
+    for axes, (op, head_dim) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for backend, colour in colours.items():
+            points = [
+                (row["length"], row["ratio_to_sdpa"])
+                for row in rows
+                if (row["op"], row["head_dim"], row["backend"], row["metric"]) == (op, head_dim, backend, "ms")
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=backend)
+        axes.set(title=f"{op}, head dim {head_dim}", xlabel="keys" if op == "decode" else "tokens", xscale="log")
+        axes.set(yscale="log", ylabel="time / SDPA's time")
+        axes.axhline(1, color="#0072B2", linewidth=0.5)
+        ticks = [0.5, 1, 2, 5, 10, 20]
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown CPU"
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

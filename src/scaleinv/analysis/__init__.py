@@ -1,0 +1,54 @@
+"""Is attention scale-invariant? Numbers, no pictures: those are in `scaleinv.plots`.
+
+- `ranges`: totals, entropies and shares over ranges of distances, from any logits
+- `gaussian`, `tail`: logits of independent Gaussian scores, and fast samples of their sums
+- `theory`, `growth`: closed forms and expected entropies over [t, tΔ), and how they grow with t
+- `verify`: Definitions 3.1 – 3.4 as checks with evidence
+- `figures`, `demo`, `report`: the numbers of the paper's figures 1 (top), 2 and 6, and a small table
+"""
+
+from scaleinv.analysis.demo import DemoRow, demo_table
+from scaleinv.analysis.figures import ContextFigure, GrowthFigure, context_figure, growth_figure
+from scaleinv.analysis.gaussian import sample_logits, sample_ranges
+from scaleinv.analysis.growth import Fit, fit
+from scaleinv.analysis.ranges import Estimate, RangeAccumulator, RangeSums, entropy, estimate, range_sums, recent_share
+from scaleinv.analysis.report import Definitions, check_definitions, theory_report
+from scaleinv.analysis.theory import (
+    RangeExpectation,
+    expected_range_entropy,
+    expected_ranges,
+    mean_negentropy,
+    mean_weight,
+)
+from scaleinv.analysis.verify import Evidence, Verdict, verify
+
+__all__ = [
+    "ContextFigure",
+    "Definitions",
+    "DemoRow",
+    "Estimate",
+    "Evidence",
+    "Fit",
+    "GrowthFigure",
+    "RangeAccumulator",
+    "RangeExpectation",
+    "RangeSums",
+    "Verdict",
+    "check_definitions",
+    "context_figure",
+    "demo_table",
+    "entropy",
+    "estimate",
+    "expected_range_entropy",
+    "expected_ranges",
+    "fit",
+    "growth_figure",
+    "mean_negentropy",
+    "mean_weight",
+    "range_sums",
+    "recent_share",
+    "sample_logits",
+    "sample_ranges",
+    "theory_report",
+    "verify",
+]

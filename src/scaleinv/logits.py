@@ -1,0 +1,247 @@
+"""Logit transforms: plain, scale-invariant, LogN, ALiBi, and a user's own tables.
+
+Each is affine in the score, with coefficients that depend on the distance t, the query i and the head h:
+
+    L = a_h(t) · (c_h(i) · S) + m_h(t)        S = q·k/√d
+
+`LogitTransform.tables` gives a and m, `LogitTransform.query_scale` gives c. Any subclass that fills these two in
+runs on every backend, gradients included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from scaleinv import schedule
+
+
+class LogitTransform(nn.Module):
+    """Base class: a and m from the distance, c from the query."""
+
+    heads: int | None = None
+    """Number of query heads this transform is made for; None where all heads share it."""
+
+    length: Literal["visible", "context"] | None = None
+    """Which count `query_scale` takes: the keys that the query sees, or the context's; None where c = 1."""
+
+    def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Scale a and shift m at distances 0 … length-1, each ``[heads or 1, length]``."""
+        raise NotImplementedError
+
+    def query_scale(self, count: Tensor) -> Tensor:
+        """c for each query, ``[B or 1, heads, Nq]``, from the count of keys ``[B or 1, Nq]`` that `length` names."""
+        raise NotImplementedError(f"{type(self).__name__} sets length={self.length!r} but has no query_scale")
+
+
+class _FixedTables(LogitTransform):
+    """Tables without parameters: computed once for each device and dtype, and grown in powers of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """a and m ``[heads or 1, T]`` at float64 distances ``[T]``."""
+        raise NotImplementedError
+
+    def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():  # the compiler fuses these; a cache would only add guards
+            return self._computed(length, dtype, device)
+        device = torch.device(device)
+        cached = self._cache.get((dtype, device))
+        if cached is None or cached[0].shape[-1] < length:
+            # Not under inference_mode: an inference tensor in the cache would break a later training step.
+            with torch.inference_mode(False), torch.no_grad():
+                cached = self._computed(1 << max(length - 1, 1).bit_length(), dtype, device)
+            self._cache[dtype, device] = cached
+        scale, shift = cached
+        return scale[:, :length], shift[:, :length]
+
+    def _computed(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        scale, shift = self.compute(torch.arange(length, dtype=torch.float64, device=device))
+        return scale.to(dtype), shift.to(dtype)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_cache": {}}  # a copy or a pickle makes its own
+
+
+class Plain(_FixedTables):
+    """Ordinary attention: L = S."""
+
+    def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(distance)[None], torch.zeros_like(distance)[None]
+
+
+class ALiBi(_FixedTables):
+    """Linear biases (Press et al. 2021, arXiv 2108.12409): L = S - slope_h · t, slopes 2^(-8h/H)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = _positive_int("heads", heads)
+        self.slopes = alibi_slopes(heads)
+
+    def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        slopes = self.slopes.to(distance)
+        return torch.ones_like(distance)[None], -slopes[:, None] * distance
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"
+
+
+class ScaleInvariant(_FixedTables):
+    """Scale-invariant attention (arXiv 2505.17083): a and m of `scaleinv.schedule.coefficients`.
+
+    Args:
+        tau: the lengthscale in tokens; a sequence gives one for each head.
+        alpha, beta: heights of the expected weight and negentropy; the defaults leave t = 0 alone (a = 1, m = 0).
+        heads: number of query heads; None for one lengthscale that all heads share.
+        learnable: learn one lengthscale for each head (through log tau); takes ``heads``.
+    """
+
+    def __init__(
+        self,
+        tau: float | Sequence[float] | Tensor = schedule.TAU,
+        alpha: float = schedule.HEIGHT,
+        beta: float = schedule.HEIGHT,
+        heads: int | None = None,
+        learnable: bool = False,
+    ) -> None:
+        super().__init__()
+        schedule.check_parameters(tau, alpha, beta)
+        lengthscale = torch.as_tensor(tau, dtype=torch.float64).detach().clone()
+        if lengthscale.dim() > 1:
+            raise ValueError(f"tau must be a number or one number for each head, got shape {tuple(lengthscale.shape)}")
+        if heads is None and lengthscale.dim() == 1:
+            heads = lengthscale.numel()
+        if heads is None and learnable:
+            raise ValueError("learnable=True needs heads, the number of query heads")
+        if heads is not None:
+            _positive_int("heads", heads)
+            if lengthscale.numel() not in (1, heads):
+                raise ValueError(f"tau must hold one number or heads={heads} numbers, got {lengthscale.numel()}")
+            lengthscale = lengthscale.expand(heads)
+        if learnable and beta == alpha * math.log(alpha):
+            raise ValueError("beta must exceed alpha * log(alpha) with learnable=True: there a_0 = 0 has no gradient")
+        self.heads, self.alpha, self.beta, self.learnable = heads, float(alpha), float(beta), bool(learnable)
+        if learnable:
+            self.log_tau = nn.Parameter(lengthscale.log().to(torch.float32))
+        else:
+            self.fixed_tau = lengthscale.clone()
+
+    @property
+    def tau(self) -> Tensor:
+        """The lengthscale in tokens, float64: a scalar, or ``[heads]``."""
+        return self.log_tau.to(torch.float64).exp() if self.learnable else self.fixed_tau
+
+    def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        tau = self.tau.to(distance.device).reshape(-1, 1)
+        return schedule.unchecked_coefficients(distance, tau, self.alpha, self.beta)
+
+    def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.learnable:
+            return self._computed(length, dtype, device)
+        return super().tables(length, dtype=dtype, device=device)
+
+    def extra_repr(self) -> str:
+        tau = self.tau.detach().tolist()
+        return f"tau={tau}, alpha={self.alpha:.6g}, beta={self.beta:.6g}, learnable={self.learnable}"
+
+
+class LogN(Plain):
+    """LogN / SSMax (Nakanishi 2025, arXiv 2501.19399): L = s_h · log(n) · S, with s_h learned.
+
+    Args:
+        heads: number of query heads.
+        scale: initial s_h.
+        length: n is the number of keys that the query sees (``"visible"``, SSMax's causal form), or the number of
+            keys in the context up to the last query (``"context"``: it grows as a cache grows, so that decoding step
+            by step and one forward over the whole text differ by design).
+        learnable: learn s_h.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        scale: float = 0.4,
+        length: Literal["visible", "context"] = "visible",
+        learnable: bool = True,
+    ) -> None:
+        super().__init__()
+        self.heads = _positive_int("heads", heads)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+        if length not in ("visible", "context"):
+            raise ValueError(f"length must be 'visible' or 'context', got {length!r}")
+        self.length = length
+        self.scale = nn.Parameter(torch.full((heads,), float(scale)), requires_grad=learnable)
+
+    def query_scale(self, count: Tensor) -> Tensor:
+        return self.scale[:, None] * count.clamp_min(1).to(self.scale.dtype).log()[:, None, :]  # [B, H, Nq]
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, length={self.length!r}, learnable={self.scale.requires_grad}"
+
+
+class DistanceTable(LogitTransform):
+    """A user's own a and m, as tables over the distance ``[H or 1, T]``; gradients reach them.
+
+    Pass tensors to use as they are, or `nn.Parameter` to train. A distance of T or more raises ValueError: nothing
+    is extrapolated.
+    """
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        for name, table in (("scale", scale), ("shift", shift)):
+            if not isinstance(table, Tensor) or not table.is_floating_point():
+                raise TypeError(f"{name} must be a floating-point tensor, got {_describe(table)}")
+            if table.dim() != 2 or table.numel() == 0:
+                raise ValueError(f"{name} must have shape [heads or 1, T], got {tuple(table.shape)}")
+        heads = max(scale.shape[0], shift.shape[0])
+        if scale.shape[1] != shift.shape[1] or {scale.shape[0], shift.shape[0]} - {1, heads}:
+            raise ValueError(f"scale {tuple(scale.shape)} and shift {tuple(shift.shape)} must have equal T and heads")
+        self.heads = heads if heads > 1 else None
+        self.scale = self._hold("scale", scale)
+        self.shift = self._hold("shift", shift)
+
+    def _hold(self, name: str, table: Tensor) -> Tensor:
+        if not isinstance(table, nn.Parameter):
+            self.register_buffer(name, table)
+        return table
+
+    def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        held = self.scale.shape[-1]
+        if held < length:
+            raise ValueError(f"DistanceTable holds distances 0 … {held - 1}, but this call needs up to {length - 1}")
+        return (
+            self.scale[:, :length].to(device=device, dtype=dtype),
+            self.shift[:, :length].to(device=device, dtype=dtype),
+        )
+
+    def extra_repr(self) -> str:
+        return f"scale={tuple(self.scale.shape)}, shift={tuple(self.shift.shape)}"
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slopes, float64 ``[heads]``: 2^(-8h/H), and the paper's interleaving when H is not a power of two."""
+    _positive_int("heads", heads)
+    power = 1 << (heads.bit_length() - 1)
+
+    def geometric(count: int) -> Tensor:
+        return 2.0 ** (-8.0 / count * torch.arange(1, count + 1, dtype=torch.float64))
+
+    return torch.cat([geometric(power), geometric(2 * power)[::2][: heads - power]])
+
+
+def _positive_int(name: str, value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    return value
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,121 @@
+"""The rows of the paper by name: each a rotary encoding and a logit transform.
+
+>>> method = get("scale-invariant-p-rope", heads=6, head_dim=128)
+>>> method.rotary, method.logits
+(PRoPE(dim=128, turning=32 of 64 pairs), ScaleInvariant(tau=10.0, alpha=1.64872, beta=1.64872, learnable=False))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Literal
+
+from scaleinv import schedule
+from scaleinv.logits import ALiBi, LogitTransform, LogN, Plain, ScaleInvariant
+from scaleinv.rotary import NoPE, PRoPE, RoPE, Rotary, ntk, yarn
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What a name stands for, before it is sized for a model."""
+
+    rotary: Literal["rope", "p-rope", "none"]
+    logits: Literal["plain", "logn", "alibi", "scale-invariant"]
+    stretch: Literal["ntk", "yarn"] | None = None
+    """How a RoPE-trained model's rotary is changed at inference beyond the training length."""
+    trained_as: str | None = None
+    """The row whose trained model this one uses; None for itself."""
+
+
+ROWS: dict[str, Row] = {
+    "rope": Row("rope", "plain"),
+    "p-rope": Row("p-rope", "plain"),
+    "nope": Row("none", "plain"),
+    "rope+ntk": Row("rope", "plain", stretch="ntk", trained_as="rope"),
+    "yarn": Row("rope", "plain", stretch="yarn", trained_as="rope"),
+    "logn+rope": Row("rope", "logn"),
+    "logn+p-rope": Row("p-rope", "logn"),
+    "logn+ntk": Row("rope", "logn", stretch="ntk", trained_as="logn+rope"),
+    "alibi": Row("none", "alibi"),
+    "scale-invariant-p-rope": Row("p-rope", "scale-invariant"),
+    "scale-invariant-rope": Row("rope", "scale-invariant"),
+    "scale-invariant-nope": Row("none", "scale-invariant"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A row sized for a model."""
+
+    name: str
+    rotary: Rotary
+    logits: LogitTransform
+    train_length: int
+    trained_as: str
+    """The row whose trained model this one uses: its own name, unless it only acts at inference."""
+    stretch: Literal["ntk", "yarn"] | None = None
+
+    def rotary_for(self, length: int) -> Rotary:
+        """The rotary encoding for a context of ``length`` tokens: `rotary`, unless NTK or YaRN stretches it."""
+        if self.stretch is None:
+            return self.rotary
+        assert isinstance(self.rotary, RoPE)
+        change = ntk if self.stretch == "ntk" else yarn
+        return change(self.rotary, length, self.train_length)
+
+
+def names() -> list[str]:
+    """All rows, in the paper's order."""
+    return list(ROWS)
+
+
+def row(name: str) -> Row:
+    """The row of that name; an unknown one raises ValueError with the closest matches."""
+    if name not in ROWS:
+        close = difflib.get_close_matches(str(name), ROWS, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(ROWS)}"
+        raise ValueError(f"unknown method {name!r}: {hint}")
+    return ROWS[name]
+
+
+def get(
+    name: str,
+    *,
+    heads: int,
+    head_dim: int,
+    train_length: int = 4096,
+    tau: float = schedule.TAU,
+    rope_base: float = 10_000.0,
+    p: float = 0.5,
+    p_rope_base: float | None = None,
+    learnable_tau: bool = False,
+) -> Method:
+    """The row ``name`` for a model of ``heads`` query heads of ``head_dim`` channels.
+
+    Args:
+        train_length: tokens in a training sequence: where NTK and YaRN start to act, and p-RoPE's scale.
+        tau: lengthscale of the scale-invariant rows, in tokens.
+        rope_base: base of RoPE.
+        p: fraction of the channel pairs that p-RoPE turns.
+        p_rope_base: base of p-RoPE; None for ``train_length / 4``, the paper's 1024 at 4,096 tokens.
+        learnable_tau: learn a lengthscale for each head, starting at ``tau``.
+    """
+    found = row(name)
+    rotary: Rotary
+    if found.rotary == "rope":
+        rotary = RoPE(head_dim, rope_base)
+    elif found.rotary == "p-rope":
+        rotary = PRoPE(head_dim, p, train_length / 4 if p_rope_base is None else p_rope_base)
+    else:
+        rotary = NoPE()
+    logits: LogitTransform
+    if found.logits == "plain":
+        logits = Plain()
+    elif found.logits == "logn":
+        logits = LogN(heads)
+    elif found.logits == "alibi":
+        logits = ALiBi(heads)
+    else:
+        logits = ScaleInvariant(tau, heads=heads if learnable_tau else None, learnable=learnable_tau)
+    return Method(name, rotary, logits, train_length, found.trained_as or name, found.stretch)

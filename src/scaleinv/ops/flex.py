@@ -1,0 +1,156 @@
+"""FlexAttention: one fused kernel on CUDA, from torch's own compiler.
+
+On CPU torch offers only the forward, and only head dimensions from 32 up come out right: there it is an oracle for
+tests, not a way to train.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from scaleinv.logits import LogitTransform
+from scaleinv.ops.masks import Geometry, query_documents
+
+KEPT_MASKS = 32
+
+
+def obstacle(query: Tensor, value: Tensor, needs_grad: bool) -> str | None:
+    """Why FlexAttention cannot serve such a call; None if it can."""
+    device, head_dim = query.device.type, min(query.shape[-1], value.shape[-1])
+    if query.dtype == torch.float64:
+        return "FlexAttention does not take float64"
+    if device == "cuda":
+        return "FlexAttention takes head dimensions from 16 up" if head_dim < 16 else None
+    if device != "cpu":
+        return f"FlexAttention does not run on {device}"
+    if needs_grad:
+        return "FlexAttention on CPU has no backward"
+    return "FlexAttention on CPU is wrong for head dimensions below 32" if head_dim < 32 else None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logits: LogitTransform,
+    geometry: Geometry,
+    document_ids: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    query_scale: Tensor | None,  # c_h(i) [B or 1, H, Nq]: inside the kernel, so that q, k, v keep one dtype
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, Nq, Dv]`` and logsumexp ``[B, H, Nq]``."""
+    if key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
+        hidden = ~key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+    run = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    out, aux = run(
+        query,
+        key,
+        value,
+        score_mod=score_mod(logits, geometry, query.device, query_scale),
+        block_mask=_block_mask(geometry, document_ids, key_mask, query.device),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def score_mod(
+    logits: LogitTransform, geometry: Geometry, device: torch.device, query_scale: Tensor | None
+) -> Callable[..., Tensor]:
+    """``a_h(t) · (c_h(i) · score) + m_h(t)`` for FlexAttention."""
+    a, m = logits.tables(geometry.table_length, dtype=torch.float32, device=device)
+    last = geometry.table_length - 1
+    offset = torch.tensor(geometry.offset, device=device)  # a tensor: a new value does not compile anew
+    many_scale, many_shift = a.shape[0] > 1, m.shape[0] > 1
+    batched = query_scale is not None and query_scale.shape[0] > 1
+
+    def modify(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        t = (q + offset - k).abs().clamp(max=last)
+        if query_scale is not None:
+            score = score * query_scale[b if batched else b * 0, h, q]
+        return score * a[h if many_scale else h * 0, t] + m[h if many_shift else h * 0, t]
+
+    return modify
+
+
+def mask_mod(
+    geometry: Geometry, document_ids: Tensor | None, key_mask: Tensor | None, device: torch.device
+) -> Callable[..., Tensor]:
+    """Who sees whom, for FlexAttention."""
+    offset = torch.tensor(geometry.offset, device=device)
+    nearest, farthest = max(geometry.nearest, -(1 << 31)), min(geometry.farthest, 1 << 31)
+    own = None if document_ids is None else query_documents(document_ids, geometry.offset, geometry.queries)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        t = q + offset - k
+        seen = (t >= nearest) & (t <= farthest)
+        if document_ids is not None and own is not None:
+            seen = seen & (own[b, q] == document_ids[b, k])
+        if key_mask is not None:
+            seen = seen & key_mask[b, k]
+        return seen
+
+    return visible
+
+
+def _block_mask(
+    geometry: Geometry, document_ids: Tensor | None, key_mask: Tensor | None, device: torch.device
+) -> BlockMask | None:
+    tensors = [x for x in (document_ids, key_mask) if x is not None]
+    if not geometry.hides and not tensors:
+        return None
+
+    def make() -> BlockMask:
+        create = create_block_mask
+        if device.type == "cuda" and not torch.compiler.is_compiling():
+            create = _compiled(create_block_mask)  # otherwise it would hold an Nq x Nk matrix
+        return create(
+            mask_mod(geometry, document_ids, key_mask, device),
+            B=tensors[0].shape[0] if tensors else None,
+            H=None,
+            Q_LEN=geometry.queries,
+            KV_LEN=geometry.keys,
+            device=device,
+        )
+
+    if torch.compiler.is_compiling():
+        return make()
+    return _masks.get((geometry, device, document_ids is not None), tensors, make)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+class _MaskCache:
+    """The last few block masks: the layers of a model ask for the same one."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[Hashable, tuple[list[weakref.ref], BlockMask]] = OrderedDict()
+
+    def get(self, key: Hashable, tensors: list[Tensor], make: Callable[[], BlockMask]) -> BlockMask:
+        # A tensor counts as the same one if it is the same object and has not been written to since.
+        full_key = (key, *((id(x), x._version) for x in tensors))
+        found = self.kept.get(full_key)
+        if found is None or any(ref() is not x for ref, x in zip(found[0], tensors, strict=True)):
+            found = ([weakref.ref(x) for x in tensors], make())
+            self.kept[full_key] = found
+        self.kept.move_to_end(full_key)
+        while len(self.kept) > KEPT_MASKS:
+            self.kept.popitem(last=False)
+        return found[1]
+
+
+_masks = _MaskCache()

@@ -1,0 +1,287 @@
+"""The blocked algorithm as a C kernel (kernel.c): float32 arithmetic on CPU, built on demand with the system's compiler.
+
+Building takes a few seconds, once for each machine: the library is kept in the user's cache folder under a name made
+from the source, the compiler and the CPU. Without a compiler, `obstacle` says so and the plain twin (blocked.py) runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scaleinv.ops.masks import Geometry, query_documents
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernel.c")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+DECODE_ROWS = 16
+"""Up to so many queries for each key head, keys are read in place: packing them would cost more."""
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+
+class _Call(ctypes.Structure):
+    """`Call` of kernel.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "queries", "keys", "dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("offset", "min_distance", "max_distance", "table_heads", "threads")),
+        ("scale", ctypes.c_float),
+        ("query", _Matrix),
+        ("key", _Matrix),
+        ("value", _Matrix),
+        ("table_scale", ctypes.c_void_p),
+        ("table_shift", ctypes.c_void_p),
+        ("query_segment", ctypes.c_void_p),
+        ("key_segment", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("grad_out", _Matrix),
+        ("delta", ctypes.c_void_p),
+        ("chunks", ctypes.c_int64),
+        ("grad_query", ctypes.c_void_p),
+        ("grad_key", ctypes.c_void_p),
+        ("grad_value", ctypes.c_void_p),
+        ("grad_table", ctypes.c_void_p),
+    )
+
+
+class Kernel:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.library = ctypes.CDLL(str(path))
+        built = [ctypes.c_int64() for _ in range(4)]
+        self.library.scaleinv_build(*(ctypes.byref(value) for value in built))
+        self.lanes, self.tile_rows, self.tile_columns, call_bytes = (value.value for value in built)
+        if call_bytes != ctypes.sizeof(_Call):
+            raise OSError(f"{path} was built from another version of kernel.c: delete it")
+
+    def run(self, name: str, call: _Call) -> None:
+        if getattr(self.library, name)(ctypes.byref(call)):
+            raise MemoryError(f"{name} could not allocate its work space")
+
+
+@functools.cache
+def load() -> Kernel | str:
+    """The kernel, built if need be; or why there is none."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "no C compiler found (cc, gcc or clang)"
+    try:
+        return Kernel(_built(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return f"the C kernel could not be built: {detail}"
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot serve such a call; None if it can."""
+    if device.type != "cpu":
+        return f"the C kernel runs on CPU, not on {device.type}"
+    if dtype == torch.float64:
+        return "the C kernel computes in float32, not in float64"
+    kernel = load()
+    return kernel if isinstance(kernel, str) else None
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table_scale: Tensor,
+    table_shift: Tensor,
+    document_ids: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float,
+    geometry: Geometry,
+) -> tuple[Tensor, Tensor]:
+    """As `scaleinv.ops.blocked.forward`."""
+    q, k, v, a, m = (_float(x) for x in (query, key, value, table_scale, table_shift))
+    segments = _segments(document_ids, key_mask, geometry)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3])
+    if not geometry.keys or not out.numel():
+        return out.zero_().to(value.dtype), lse.fill_(-torch.inf)
+    call = _call(q, k, v, a, m, segments, out, lse, scale, geometry)
+    few = q.shape[1] // k.shape[1] * q.shape[2] <= DECODE_ROWS
+    _kernel().run("scaleinv_decode" if few else "scaleinv_forward", call)
+    return out.to(value.dtype), lse
+
+
+def backward(
+    grad_out: Tensor,
+    delta: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table_scale: Tensor,
+    table_shift: Tensor,
+    document_ids: Tensor | None,
+    key_mask: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    geometry: Geometry,
+    table_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `scaleinv.ops.blocked.backward`."""
+    kernel = _kernel()
+    q, k, v, g, a, m = (_float(x) for x in (query, key, value, grad_out, table_scale, table_shift))
+    segments = _segments(document_ids, key_mask, geometry)
+    batches, heads, queries, dim = q.shape
+    # Each part of the keys has its own grad_query: split only as far as the threads need, and never by timing, so that
+    # the result is the same in every run.
+    pairs = batches * k.shape[1]
+    chunks = max(1, min(-(-2 * torch.get_num_threads() // max(pairs, 1)), 8)) if pairs % torch.get_num_threads() else 1
+    grad_query = q.new_zeros(chunks, batches, heads, _up(queries, kernel.tile_rows), _up(dim, kernel.tile_columns))
+    grad_key = q.new_zeros(k.shape)
+    grad_value = q.new_zeros(v.shape)
+    width = table_scale.shape[1]
+    grad_table = q.new_zeros(chunks, batches, heads, 2, width) if table_grads else None
+    if geometry.keys and grad_query.numel():
+        lse, delta = lse.contiguous(), delta.to(torch.float32).contiguous()
+        call = _call(q, k, v, a, m, segments, None, lse, scale, geometry)
+        call.grad_out, call.delta, call.chunks = _matrix(g), delta.data_ptr(), chunks
+        call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in (grad_query, grad_key, grad_value))
+        call.grad_table = grad_table.data_ptr() if grad_table is not None else None
+        kernel.run("scaleinv_backward", call)
+    grad_query = grad_query.sum(0) if chunks > 1 else grad_query[0]
+    grad_scale, grad_shift = table_scale.new_empty(0, 0), table_shift.new_empty(0, 0)
+    if grad_table is not None:
+        summed = grad_table.sum((0, 1))  # [H, 2, width]
+        if table_scale.shape[0] == 1:
+            summed = summed.sum(0, keepdim=True)
+        summed = summed.masked_fill((m == -torch.inf)[:, None], 0)
+        grad_scale, grad_shift = summed[:, 0].to(table_scale.dtype), summed[:, 1].to(table_shift.dtype)
+    grad_query = grad_query[:, :, :queries, :dim].to(query.dtype).contiguous()
+    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_scale, grad_shift
+
+
+def _kernel() -> Kernel:
+    kernel = load()
+    if isinstance(kernel, str):
+        raise RuntimeError(kernel)
+    return kernel
+
+
+def _up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _float(x: Tensor) -> Tensor:
+    x = x.to(torch.float32)
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _matrix(x: Tensor) -> _Matrix:
+    return _Matrix(x.data_ptr(), *x.stride()[:3])
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    m: Tensor,
+    segments: tuple[Tensor, Tensor] | None,
+    out: Tensor | None,
+    lse: Tensor,
+    scale: float,
+    geometry: Geometry,
+) -> _Call:
+    return _Call(
+        batches=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        queries=geometry.queries,
+        keys=geometry.keys,
+        dim=q.shape[3],
+        value_dim=v.shape[3],
+        offset=geometry.offset,
+        min_distance=geometry.nearest,
+        max_distance=geometry.farthest,
+        table_heads=a.shape[0],
+        threads=torch.get_num_threads(),
+        scale=scale,
+        query=_matrix(q),
+        key=_matrix(k),
+        value=_matrix(v),
+        table_scale=a.data_ptr(),
+        table_shift=m.data_ptr(),
+        query_segment=segments[0].data_ptr() if segments else None,
+        key_segment=segments[1].data_ptr() if segments else None,
+        out=out.data_ptr() if out is not None else None,
+        lse=lse.data_ptr(),
+    )
+
+
+def _segments(
+    document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry
+) -> tuple[Tensor, Tensor] | None:
+    """Documents of queries and keys as small non-negative int32, -1 for a masked key."""
+    if document_ids is not None:
+        keys = torch.unique(document_ids, return_inverse=True)[1]
+        queries = query_documents(keys, geometry.offset, geometry.queries)
+    elif key_mask is not None:
+        keys = key_mask.new_zeros(key_mask.shape, dtype=torch.int32)
+        queries = keys.new_zeros(keys.shape[0], geometry.queries)
+    else:
+        return None
+    if key_mask is not None:
+        keys = keys.masked_fill(~key_mask, -1)
+    return queries.to(torch.int32).contiguous(), keys.to(torch.int32).contiguous()
+
+
+def _built(compiler: str) -> Path:
+    """The library's path; compiles it unless the cache has it."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    identity = "\n".join([SOURCE.read_text(), version, platform.machine(), _cpu(), *FLAGS])
+    name = f"kernel-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleinv"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(folder)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="scaleinv-"))
+    path = folder / name
+    if not path.exists():
+        logger.info("building the attention kernel with %s (once, a few seconds)", compiler)
+        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(handle)
+        try:
+            command = [compiler, *FLAGS, "-o", temporary, str(SOURCE), "-lm"]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+            os.replace(temporary, path)  # another process may have built it meanwhile: either is good
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _cpu() -> str:
+    """What tells CPUs apart that share a home folder: the instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -1,0 +1,104 @@
+"""The theory: how scale and shift of a logit depend on the distance (arXiv 2505.17083, Theorem 1).
+
+With Gaussian scores ``S ~ N(0, 1)`` and logits ``L = a_t S + m_t``, the weight ``exp(L)`` at distance t has
+
+    E[exp L]   = exp(m_t + a_t²/2)               (expected_weight)
+    E[L exp L] = (m_t + a_t²) exp(m_t + a_t²/2)  (expected_negentropy)
+
+Asking both to fall off as ``1 / (t/tau + 1)``, with heights alpha and beta, gives every range [t, Δt) of the context
+the same expected share. Solving for a_t and m_t gives `coefficients`. Natural logarithms everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TAU = 10.0
+"""The paper's lengthscale, in tokens."""
+
+HEIGHT = math.exp(0.5)
+"""alpha = beta = e^½ leave the nearest tokens alone: a_0 = 1, m_0 = 0."""
+
+
+def check_parameters(tau: Any, alpha: float, beta: float) -> None:
+    """Raise ValueError unless tau, alpha, beta are admissible: positive, finite, ``beta >= alpha log alpha``."""
+    values = torch.as_tensor(tau, dtype=torch.float64)
+    if values.numel() == 0 or not bool((torch.isfinite(values) & (values > 0)).all()):
+        raise ValueError(f"tau must be positive and finite, got {tau}")
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if beta < alpha * math.log(alpha):
+        raise ValueError(f"beta must be at least alpha * log(alpha) = {alpha * math.log(alpha):.6g}, got {beta}")
+
+
+def coefficients(
+    t: Any, tau: Any = TAU, alpha: float = HEIGHT, beta: float = HEIGHT, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scale a_t and shift m_t at distance ``t >= 0``, so that ``L = a_t * S + m_t``.
+
+    Args:
+        t: distances in tokens, a number or a tensor of any shape.
+        tau: the lengthscale in tokens; a tensor broadcasts against ``t``, and gradients flow to it.
+        alpha: height of the expected weight at t = 0.
+        beta: height of the expected negentropy at t = 0.
+        dtype: of the result; float64 unless given. The formula is always evaluated in float64.
+
+    >>> a, m = coefficients(0)
+    >>> round(a.item(), 6), round(abs(m.item()), 6)
+    (1.0, 0.0)
+    """
+    check_parameters(tau.detach() if isinstance(tau, Tensor) else tau, alpha, beta)
+    distance = _distances(t)
+    if bool((distance < 0).any()):
+        raise ValueError(f"t must not be negative, got a minimum of {distance.min().item()}")
+    scale, shift = unchecked_coefficients(distance, _lengthscale(tau), alpha, beta)
+    return scale.to(dtype or torch.float64), shift.to(dtype or torch.float64)
+
+
+def unchecked_coefficients(distance: Tensor, tau: Tensor | float, alpha: float, beta: float) -> tuple[Tensor, Tensor]:
+    """`coefficients` of float64 distances that are known to be good: no look at the data, so it can be traced."""
+    ratio = beta / alpha
+    variance = 2 * (torch.log1p(distance / tau) + (ratio - math.log(alpha)))
+    return variance.clamp_min(0).sqrt(), ratio - variance
+
+
+def expected_weight(t: Any, tau: Any = TAU, alpha: float = HEIGHT, beta: float = HEIGHT) -> Tensor:
+    """``E[exp L_t] = alpha / (t/tau + 1)`` for Gaussian scores. It does not depend on beta."""
+    check_parameters(tau, alpha, beta)
+    return alpha / (_distances(t) / _lengthscale(tau) + 1)
+
+
+def expected_negentropy(t: Any, tau: Any = TAU, alpha: float = HEIGHT, beta: float = HEIGHT) -> Tensor:
+    """``E[L_t exp L_t] = beta / (t/tau + 1)`` for Gaussian scores. It does not depend on alpha."""
+    check_parameters(tau, alpha, beta)
+    return beta / (_distances(t) / _lengthscale(tau) + 1)
+
+
+def total_attention_limit(tau: float = TAU, alpha: float = HEIGHT, delta: float = 10.0) -> float:
+    """What the expected total weight over [t, t·delta) tends to for large t: ``alpha tau ln(delta)`` (Lemma 1)."""
+    return _limit(tau, "alpha", alpha, delta)
+
+
+def negentropy_limit(tau: float = TAU, beta: float = HEIGHT, delta: float = 10.0) -> float:
+    """What the expected negentropy over [t, t·delta) tends to for large t: ``beta tau ln(delta)`` (Lemma 2)."""
+    return _limit(tau, "beta", beta, delta)
+
+
+def _limit(tau: float, name: str, height: float, delta: float) -> float:
+    for label, value, low in (("tau", tau, 0.0), (name, height, 0.0), ("delta", delta, 1.0)):
+        if not (math.isfinite(value) and value > low):
+            raise ValueError(f"{label} must be finite and greater than {low:g}, got {value}")
+    return height * tau * math.log(delta)
+
+
+def _distances(t: Any) -> Tensor:
+    return torch.as_tensor(t).to(torch.float64)
+
+
+def _lengthscale(tau: Any) -> Tensor | float:
+    return tau.to(torch.float64) if isinstance(tau, Tensor) else float(tau)
