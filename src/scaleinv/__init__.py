@@ -6,12 +6,35 @@
 torch.Size([1, 4, 100, 32])
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from scaleinv import methods, rotary, schedule
 from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant
 from scaleinv.ops.api import attention, which_backend
 from scaleinv.version import VERSION as __version__
 
+if TYPE_CHECKING:
+    from scaleinv import analysis, data, eval, hf, model, plots, train
+    from scaleinv.model import GPT, GPTConfig, KVCache
+
+_LAZY = {"GPT": "model", "GPTConfig": "model", "KVCache": "model"}
+_PACKAGES = ("analysis", "data", "eval", "hf", "model", "plots", "train")
+
+
+def __getattr__(name: str) -> Any:
+    """The model and the packages around it, imported when first used: the operator alone stays light."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"scaleinv.{_LAZY[name]}"), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"scaleinv.{name}")
+    raise AttributeError(f"module 'scaleinv' has no attribute {name!r}")
+
+
 __all__ = [
+    "GPT",
+    "GPTConfig",
+    "KVCache",
     "ALiBi",
     "DistanceTable",
     "LogN",

@@ -181,7 +181,8 @@ class LogN(Plain):
         self.scale = nn.Parameter(torch.full((heads,), float(scale)), requires_grad=learnable)
 
     def query_scale(self, count: Tensor) -> Tensor:
-        return self.scale[:, None] * count.clamp_min(1).to(self.scale.dtype).log()[:, None, :]  # [B, H, Nq]
+        # In float64, whatever the model's dtype: a count of 70,000 is infinite in float16. The caller rounds once.
+        return self.scale.to(torch.float64)[:, None] * count.clamp_min(1).to(torch.float64).log()[:, None, :]
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, length={self.length!r}, learnable={self.scale.requires_grad}"

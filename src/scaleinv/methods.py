@@ -26,6 +26,8 @@ class Row:
     """How a RoPE-trained model's rotary is changed at inference beyond the training length."""
     trained_as: str | None = None
     """The row whose trained model this one uses; None for itself."""
+    infini: bool = False
+    """Infini-attention: local segments and a compressive memory (`scaleinv.model.infini`)."""
 
 
 ROWS: dict[str, Row] = {
@@ -41,6 +43,8 @@ ROWS: dict[str, Row] = {
     "scale-invariant-p-rope": Row("p-rope", "scale-invariant"),
     "scale-invariant-rope": Row("rope", "scale-invariant"),
     "scale-invariant-nope": Row("none", "scale-invariant"),
+    "infini-rope": Row("rope", "plain", infini=True),
+    "infini-p-rope": Row("p-rope", "plain", infini=True),
 }
 
 
@@ -55,6 +59,8 @@ class Method:
     trained_as: str
     """The row whose trained model this one uses: its own name, unless it only acts at inference."""
     stretch: Literal["ntk", "yarn"] | None = None
+    infini: bool = False
+    """The model must run Infini-attention around the (local) logits."""
 
     def rotary_for(self, length: int) -> Rotary:
         """The rotary encoding for a context of ``length`` tokens: `rotary`, unless NTK or YaRN stretches it."""
@@ -118,4 +124,4 @@ def get(
         logits = ALiBi(heads)
     else:
         logits = ScaleInvariant(tau, heads=heads if learnable_tau else None, learnable=learnable_tau)
-    return Method(name, rotary, logits, train_length, found.trained_as or name, found.stretch)
+    return Method(name, rotary, logits, train_length, found.trained_as or name, found.stretch, found.infini)

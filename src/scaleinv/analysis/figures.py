@@ -140,7 +140,7 @@ def growth_figure(
     method: str,
     logits: LogitTransform,
     longest: int = 1 << 20,
-    samples: int = 1000,
+    samples: int = 4000,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> GrowthFigure:

@@ -81,7 +81,7 @@ def sample_ranges(
 
     Args:
         every: draw every logit. By default long ranges are sampled through their largest logits (`analysis.tail`),
-            which is as exact for H and for shares and hundreds of times as fast.
+            much faster, with a bias in H far below the errors of thousands of samples.
     """
     _check_samples(samples)
     ranges = check_ranges(ranges)

@@ -12,6 +12,7 @@ from torch import Tensor
 from scaleinv.logits import LogitTransform, ScaleInvariant
 from scaleinv.ops import flex, native, operator, reference
 from scaleinv.ops.masks import Geometry, visible_counts
+from scaleinv.ops.precision import autocast, no_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -93,27 +94,27 @@ def attention(
     Returns:
         ``[B, H, Nq, Dv]``, in the inputs' dtype; with ``return_lse`` a pair. A query that sees no key gets 0 and -inf.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     logits = _DEFAULT if logits is None else logits
     geometry = _checked(query, key, value, logits, causal, window, document_ids, key_mask, query_offset, backend)
     scale = _scale(scale, query.shape[-1])
-    needs_grad = _needs_grad(query, key, value, logits)
-    chosen = _choose(backend, query, value, needs_grad)
+    chosen = _choose(backend, query, key, value, logits, return_lse)
 
+    c = _query_scale(logits, geometry, document_ids, key_mask, query)
     if chosen != "flex":  # flex compiles for a shape: it is better off with the mask
         low, high = geometry.key_range()
         if document_ids is None and (low > 0 or high < geometry.keys):
             key, value = key[:, :, low:high], value[:, :, low:high]
             key_mask = key_mask[:, low:high] if key_mask is not None else None
             geometry = geometry.sliced(low, high)
-    c = _query_scale(logits, geometry, document_ids, key_mask, query.device)
     if chosen == "flex":
-        out, lse = flex.attention(query, key, value, logits, geometry, document_ids, key_mask, scale, c)
+        out, lse = flex.attention(query, key, value, logits, geometry, document_ids, key_mask, scale, c, return_lse)
         return (out, lse) if return_lse else out
     if c is not None:
-        query = query.to(torch.promote_types(query.dtype, torch.float32)) * c[..., None]
+        query = query.to(c.dtype) * c[..., None]
     if chosen == "reference":
-        out, lse = reference.attention(query, key, value, logits, geometry, document_ids, key_mask, scale)
+        with no_autocast(query.device):
+            out, lse = reference.attention(query, key, value, logits, geometry, document_ids, key_mask, scale)
     else:
         dtype = torch.promote_types(query.dtype, torch.float32)
         tables = geometry.diagonal_tables(logits, dtype, query.device)
@@ -129,8 +130,8 @@ def attention(
             geometry.nearest,
             geometry.farthest,
             chosen.removeprefix("blocked-"),
-            needs_grad=needs_grad,
         )
+        out = out.to(value.dtype)
     return (out, lse) if return_lse else out
 
 
@@ -154,25 +155,22 @@ def which_backend(
 
     ``detail=True`` tells the blocked algorithm's two forms apart: "blocked-native" (the C kernel), "blocked-torch".
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     logits = _DEFAULT if logits is None else logits
     _checked(query, key, value, logits, causal, window, document_ids, key_mask, query_offset, backend)
     _scale(scale, query.shape[-1])
-    chosen = _choose(backend, query, value, _needs_grad(query, key, value, logits))
+    chosen = _choose(backend, query, key, value, logits, return_lse)
     return chosen if detail or not chosen.startswith("blocked") else "blocked"
 
 
-def _needs_grad(query: Tensor, key: Tensor, value: Tensor, logits: LogitTransform) -> bool:
-    return torch.is_grad_enabled() and any(
-        x.requires_grad for x in (query, key, value, *logits.parameters(), *logits.buffers())
-    )
-
-
-def _choose(backend: str, query: Tensor, value: Tensor, needs_grad: bool) -> str:
+def _choose(
+    backend: str, query: Tensor, key: Tensor, value: Tensor, logits: LogitTransform, return_lse: bool
+) -> str:
     if backend == "reference":
         return backend
     if backend in ("auto", "flex") and (backend == "flex" or query.device.type == "cuda"):
-        obstacle = flex.obstacle(query, value, needs_grad)
+        learns = (x.requires_grad for x in (query, key, value, *logits.parameters(), *logits.buffers()))
+        obstacle = flex.obstacle(query, value, torch.is_grad_enabled() and any(learns), return_lse)
         if obstacle is None:
             return "flex"
         if backend == "flex":
@@ -197,26 +195,17 @@ def _query_scale(
     geometry: Geometry,
     document_ids: Tensor | None,
     key_mask: Tensor | None,
-    device: torch.device,
+    query: Tensor,
 ) -> Tensor | None:
-    """c_h(i), ``[B or 1, H, Nq]``; None where it is 1."""
+    """c_h(i), ``[B or 1, H, Nq]`` in float32 at least; None where it is 1."""
     if logits.length is None:
         return None
     if logits.length == "visible":
-        return logits.query_scale(visible_counts(geometry, document_ids, key_mask, device))
-    context = min(geometry.keys, geometry.last + 1) if geometry.nearest == 0 else geometry.keys
-    return logits.query_scale(torch.full((1, geometry.queries), max(context, 1), device=device))
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under `torch.autocast`, what it would do for scaled_dot_product_attention: one lower dtype for all."""
-    if not all(isinstance(x, Tensor) for x in tensors):
-        return tensors
-    kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+        count = visible_counts(geometry, document_ids, key_mask, query.device)
+    else:
+        context = min(geometry.keys, geometry.last + 1) if geometry.nearest == 0 else geometry.keys
+        count = torch.full((1, geometry.queries), max(context, 1), device=query.device)
+    return logits.query_scale(count).to(torch.promote_types(query.dtype, torch.float32))
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

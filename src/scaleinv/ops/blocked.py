@@ -32,10 +32,13 @@ def forward(
     scale: float,
     geometry: Geometry,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, Nq, Dv]`` in value's dtype and logsumexp ``[B, H, Nq]``; tables of `Geometry.diagonal_tables`."""
+    """Output ``[B, H, Nq, Dv]`` and logsumexp ``[B, H, Nq]``, both in float32 at least, from diagonal tables.
+
+    The output is for the caller to round: the backward needs it whole, or the gradients of the tables lose digits.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     q, k, v = query.to(dtype) * scale, *_visible_only(key.to(dtype), value.to(dtype), key_mask)
-    out = value.new_zeros(*query.shape[:3], value.shape[3])
+    out = q.new_zeros(*query.shape[:3], value.shape[3])
     lse = q.new_full(query.shape[:3], -torch.inf)
     for rows, keys in _blocks(geometry, query.shape[0] * query.shape[1]):
         logits = _scores(_reversed(q, rows, key.shape[1]), k[:, :, keys])
@@ -45,7 +48,7 @@ def forward(
         total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [B, KV, G, rows, 1]
         weights = logits.sub_(_finite(total)).exp_()
         lse[:, :, rows] = _restored(total, query.shape[1]).squeeze(-1)
-        out[:, :, rows] = _restored(_times(weights, v[:, :, keys]), query.shape[1]).to(out.dtype)
+        out[:, :, rows] = _restored(_times(weights, v[:, :, keys]), query.shape[1])
     return out, lse
 
 
@@ -69,7 +72,7 @@ def backward(
     heads, kv_heads = query.shape[1], key.shape[1]
     q, k, v = query.to(dtype) * scale, *_visible_only(key.to(dtype), value.to(dtype), key_mask)
     g = grad_out.to(dtype)
-    grad_query, grad_key, grad_value = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (q, k, v))
     diagonals = q.new_zeros(2, heads, table_scale.shape[1] if table_grads else 0)
     for rows, keys in _blocks(geometry, query.shape[0] * heads):
         block_q, block_g = _reversed(q, rows, kv_heads), _reversed(g, rows, kv_heads)
@@ -88,12 +91,12 @@ def backward(
         grad_query[:, :, rows] = _restored(_times(grad_scores, k[:, :, keys]), heads)
         grad_key[:, :, keys] += _transposed_times(grad_scores, block_q)
     grad_query *= scale
-    if table_grads and table_scale.shape[0] == 1:
-        diagonals = diagonals.sum(dim=1, keepdim=True)
-    grad_scale, grad_shift = diagonals[0].to(table_scale.dtype), diagonals[1].to(table_shift.dtype)
-    if table_grads:  # a hidden diagonal has no logits
-        hidden = table_shift == -torch.inf
-        grad_scale, grad_shift = grad_scale.masked_fill(hidden, 0), grad_shift.masked_fill(hidden, 0)
+    grad_scale, grad_shift = table_scale.new_empty(0, 0), table_shift.new_empty(0, 0)
+    if table_grads:
+        if table_scale.shape[0] == 1:
+            diagonals = diagonals.sum(dim=1, keepdim=True)
+        hidden = table_shift == -torch.inf  # a hidden diagonal has no logits
+        grad_scale, grad_shift = (x.masked_fill(hidden, 0).to(table_scale.dtype) for x in diagonals)
     return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_scale, grad_shift
 
 

@@ -1,7 +1,7 @@
 """FlexAttention: one fused kernel on CUDA, from torch's own compiler.
 
-On CPU torch offers only the forward, and only head dimensions from 32 up come out right: there it is an oracle for
-tests, not a way to train.
+On CPU torch offers only the forward, without the logsumexp, and only head dimensions from 32 up come out right: there
+it is an oracle for tests, not a way to train.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from scaleinv.ops.masks import Geometry, query_documents
 KEPT_MASKS = 32
 
 
-def obstacle(query: Tensor, value: Tensor, needs_grad: bool) -> str | None:
+def obstacle(query: Tensor, value: Tensor, needs_grad: bool, return_lse: bool) -> str | None:
     """Why FlexAttention cannot serve such a call; None if it can."""
     device, head_dim = query.device.type, min(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float64:
         return "FlexAttention does not take float64"
+    if not query.numel() or not value.numel():
+        return "FlexAttention does not take empty tensors"
     if device == "cuda":
         return "FlexAttention takes head dimensions from 16 up" if head_dim < 16 else None
     if device != "cpu":
         return f"FlexAttention does not run on {device}"
     if needs_grad:
         return "FlexAttention on CPU has no backward"
+    if return_lse:
+        return "FlexAttention on CPU does not give the logsumexp"
     return "FlexAttention on CPU is wrong for head dimensions below 32" if head_dim < 32 else None
 
 
@@ -46,8 +50,9 @@ def attention(
     key_mask: Tensor | None,
     scale: float,
     query_scale: Tensor | None,  # c_h(i) [B or 1, H, Nq]: inside the kernel, so that q, k, v keep one dtype
-) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, Nq, Dv]`` and logsumexp ``[B, H, Nq]``."""
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, H, Nq, Dv]`` and, where asked for, logsumexp ``[B, H, Nq]``."""
     if key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
@@ -60,7 +65,7 @@ def attention(
         block_mask=_block_mask(geometry, document_ids, key_mask, query.device),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=return_lse),
     )
     return out, aux.lse
 
@@ -124,7 +129,7 @@ def _block_mask(
             device=device,
         )
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):  # the latter do not tell of writes
         return make()
     return _masks.get((geometry, device, document_ids is not None), tensors, make)
 

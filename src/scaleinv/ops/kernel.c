@@ -427,7 +427,7 @@ static void decode_chunk(const Call *c, const Tables *t, float *weights, int64_t
                 x = scale[j] * dot + shift[j];
             }
             weights[j - k0] = x;
-            if (!(x <= top)) top = x;
+            if (x > top || x != x) top = x; /* a NaN stays: it must not be hidden */
         }
         if (top != -INFINITY) {
             for (int64_t j = high; j < ROUND_UP(high - k0, LANES) + k0; j++) weights[j - k0] = -INFINITY;
@@ -490,7 +490,7 @@ int scaleinv_decode(const Call *c) {
                 const float *parts = partial + row * chunks * width;
                 float top = -INFINITY, total = 0, *out = c->out + row * c->value_dim;
                 for (int64_t n = 0; n < chunks; n++)
-                    if (!(parts[n * width] <= top)) top = parts[n * width];
+                    if (parts[n * width] > top || parts[n * width] != parts[n * width]) top = parts[n * width];
                 memset(out, 0, c->value_dim * sizeof(float));
                 for (int64_t n = 0; n < chunks && top != -INFINITY; n++) {
                     if (parts[n * width] == -INFINITY) continue;

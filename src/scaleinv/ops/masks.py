@@ -29,7 +29,7 @@ class Geometry:
 
     @staticmethod
     def of(queries: int, keys: int, offset: int, causal: bool, window: int | None) -> Geometry:
-        farthest = FAR if window is None else window - 1
+        farthest = FAR if window is None else min(window - 1, FAR)
         return Geometry(queries, keys, offset, 0 if causal else -farthest, farthest)
 
     @property
@@ -74,15 +74,15 @@ class Geometry:
         return (distance >= self.nearest) & (distance <= self.farthest)
 
     def diagonal_tables(self, logits: LogitTransform, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """a and m along the diagonals, ``[heads or 1, Nq + Nk - 1]``: entry x holds distance ``last - x``.
+        """a and m along the diagonals, ``[heads or 1, Nq + Nk - 1]`` each: entry x holds distance ``last - x``.
 
         Row i of the logits reads entries ``Nq - 1 - i + key``: contiguous in the key. Hidden diagonals hold a = 0 and
         m = -inf, so the tables are the causal mask and the window too.
         """
-        scale, shift = logits.tables(self.table_length, dtype=dtype, device=device)
+        scale, shift = torch.broadcast_tensors(*logits.tables(self.table_length, dtype=dtype, device=device))
         if self.first >= 0 and not self.hides:  # a decoding step: every diagonal is there once
-            return scale[:, self.first :].flip(1), shift[:, self.first :].flip(1)
-        distance = torch.arange(self.last, self.first - 1, -1, device=device)
+            return scale[:, self.first :].flip(1).contiguous(), shift[:, self.first :].flip(1).contiguous()
+        distance = self.last - torch.arange(max(self.queries + self.keys - 1, 0), device=device)
         index = distance.abs().clamp_max(self.table_length - 1)
         scale, shift = scale.index_select(1, index), shift.index_select(1, index)
         if self.hides:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from scaleinv.ops.masks import Geometry, query_documents
 
@@ -85,14 +87,16 @@ class Kernel:
 @functools.cache
 def load() -> Kernel | str:
     """The kernel, built if need be; or why there is none."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    wanted = os.environ.get("CC", "").strip()
+    commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
+    compiler = next((command for command in commands if shutil.which(command[0])), None)
     if compiler is None:
-        return "no C compiler found (cc, gcc or clang)"
+        return f"no C compiler found ({f'CC={wanted}' if wanted else 'cc, gcc or clang'})"
     try:
         return Kernel(_built(compiler))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        return f"the C kernel could not be built: {detail}"
+        detail = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
+        return f"the C kernel could not be built: {detail or error}"
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -122,11 +126,11 @@ def forward(
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3])
     if not geometry.keys or not out.numel():
-        return out.zero_().to(value.dtype), lse.fill_(-torch.inf)
+        return out.zero_(), lse.fill_(-torch.inf)
     call = _call(q, k, v, a, m, segments, out, lse, scale, geometry)
     few = q.shape[1] // k.shape[1] * q.shape[2] <= DECODE_ROWS
     _kernel().run("scaleinv_decode" if few else "scaleinv_forward", call)
-    return out.to(value.dtype), lse
+    return out, lse
 
 
 def backward(
@@ -171,8 +175,8 @@ def backward(
         summed = grad_table.sum((0, 1))  # [H, 2, width]
         if table_scale.shape[0] == 1:
             summed = summed.sum(0, keepdim=True)
-        summed = summed.masked_fill((m == -torch.inf)[:, None], 0)
-        grad_scale, grad_shift = summed[:, 0].to(table_scale.dtype), summed[:, 1].to(table_shift.dtype)
+        hidden = m == -torch.inf
+        grad_scale, grad_shift = (x.masked_fill(hidden, 0).to(table_scale.dtype) for x in summed.unbind(1))
     grad_query = grad_query[:, :, :queries, :dim].to(query.dtype).contiguous()
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_scale, grad_shift
 
@@ -238,7 +242,7 @@ def _call(
 def _segments(
     document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry
 ) -> tuple[Tensor, Tensor] | None:
-    """Documents of queries and keys as small non-negative int32, -1 for a masked key."""
+    """Documents of queries and keys as small non-negative int32, -1 for a key that is masked or out of every reach."""
     if document_ids is not None:
         keys = torch.unique(document_ids, return_inverse=True)[1]
         queries = query_documents(keys, geometry.offset, geometry.queries)
@@ -249,28 +253,31 @@ def _segments(
         return None
     if key_mask is not None:
         keys = keys.masked_fill(~key_mask, -1)
+    low, high = geometry.key_range()
+    if low > 0 or high < geometry.keys:
+        keys = F.pad(keys[:, low:high], (low, geometry.keys - high), value=-1)
     return queries.to(torch.int32).contiguous(), keys.to(torch.int32).contiguous()
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: list[str]) -> Path:
     """The library's path; compiles it unless the cache has it."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     identity = "\n".join([SOURCE.read_text(), version, platform.machine(), _cpu(), *FLAGS])
     name = f"kernel-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleinv"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleinv"
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(folder)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         folder = Path(tempfile.mkdtemp(prefix="scaleinv-"))
     path = folder / name
     if not path.exists():
-        logger.info("building the attention kernel with %s (once, a few seconds)", compiler)
+        logger.info("building the attention kernel with %s (once, a few seconds)", compiler[0])
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, "-o", temporary, str(SOURCE), "-lm"]
+            command = [*compiler, *FLAGS, "-o", temporary, str(SOURCE), "-lm"]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
             os.replace(temporary, path)  # another process may have built it meanwhile: either is good
         finally:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scaleinv.ops import blocked, native
 from scaleinv.ops.masks import Geometry
+from scaleinv.ops.precision import no_autocast
 
 
 def plain_forward(
@@ -32,9 +33,10 @@ def plain_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp; see `scaleinv.ops.blocked.forward`."""
     geometry = Geometry(query.shape[2], key.shape[2], offset, nearest, farthest)
-    return _module(engine).forward(
-        query, key, value, table_scale, table_shift, document_ids, key_mask, scale, geometry
-    )
+    with no_autocast(query.device):
+        return _module(engine).forward(
+            query, key, value, table_scale, table_shift, document_ids, key_mask, scale, geometry
+        )
 
 
 blocked_forward = torch.library.custom_op("scaleinv::blocked", plain_forward, mutates_args=())
@@ -43,7 +45,8 @@ blocked_forward = torch.library.custom_op("scaleinv::blocked", plain_forward, mu
 @blocked_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(query.dtype, torch.float32)
-    return value.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
+    shape = query.shape[:3]
+    return query.new_empty(*shape, value.shape[3], dtype=dtype), query.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("scaleinv::blocked_backward", mutates_args=())
@@ -68,23 +71,24 @@ def blocked_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and the tables; see `scaleinv.ops.blocked.backward`."""
     geometry = Geometry(query.shape[2], key.shape[2], offset, nearest, farthest)
-    delta = torch.linalg.vecdot(grad_out.to(lse.dtype), out.to(lse.dtype)) - grad_lse
-    delta = delta.masked_fill(lse == -torch.inf, 0)  # no weights there: whatever came back means nothing
-    return _module(engine).backward(
-        grad_out,
-        delta,
-        query,
-        key,
-        value,
-        table_scale,
-        table_shift,
-        document_ids,
-        key_mask,
-        lse,
-        scale,
-        geometry,
-        table_grads,
-    )
+    with no_autocast(query.device):
+        delta = torch.linalg.vecdot(grad_out, out) - grad_lse
+        delta = delta.masked_fill(lse == -torch.inf, 0)  # no weights there: whatever came back means nothing
+        return _module(engine).backward(
+            grad_out,
+            delta,
+            query,
+            key,
+            value,
+            table_scale,
+            table_shift,
+            document_ids,
+            key_mask,
+            lse,
+            scale,
+            geometry,
+            table_grads,
+        )
 
 
 @blocked_backward.register_fake
@@ -127,8 +131,9 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple:
 blocked_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-def forward(query: Tensor, *rest: Any, needs_grad: bool) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """`blocked_forward`, by the shortest way."""
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or any(x.requires_grad for x in rest[:4]))
     if needs_grad or torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter):
         return blocked_forward(query, *rest)
     with torch.no_grad():

@@ -1,0 +1,5 @@
+"""What a trained model can do."""
+
+from scaleinv.eval.generation import generate
+
+__all__ = ["generate"]

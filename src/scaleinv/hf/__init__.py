@@ -1,0 +1,35 @@
+"""Hugging Face transformers: make an existing model scale-invariant, and keep everything else working.
+
+Importing this registers our attention, mask, rotary types and config with transformers. Then:
+
+    scaleinv.hf.convert(model)              in place; `revert` undoes it
+    model.save_pretrained("out")            AutoModelForCausalLM.from_pretrained("out") brings it back
+    scaleinv.hf.check(model)                does it hold together?
+"""
+
+from __future__ import annotations
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError('scaleinv.hf needs transformers: pip install "scaleinv[hf]"') from error
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from scaleinv.hf import config, rope
+from scaleinv.hf.attention import attention_forward
+from scaleinv.hf.check import CheckResult, check
+from scaleinv.hf.convert import conversion, convert, convert_folder, revert
+from scaleinv.hf.evaluate import lm_eval_main
+from scaleinv.hf.mask import attention_mask
+from scaleinv.hf.settings import Settings
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(f"scaleinv.hf needs transformers 5 or newer, got {transformers.__version__}")
+
+AttentionInterface.register(config.ATTENTION, attention_forward)
+AttentionMaskInterface.register(config.ATTENTION, attention_mask)
+config.register()
+rope.register()
+
+__all__ = ["CheckResult", "Settings", "check", "conversion", "convert", "convert_folder", "lm_eval_main", "revert"]

@@ -1,0 +1,129 @@
+"""The attention function that `scaleinv.hf` registers with transformers' attention interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scaleinv.hf.mask import Regular
+from scaleinv.logits import LogitTransform
+from scaleinv.ops.api import attention
+
+_UNSUPPORTED = ("position_bias", "attention_bias", "alibi")
+"""Arguments with which some models change the scores: ignoring one would be silently wrong."""
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Regular | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: output ``[B, Nq, H, D]``, and no weights.
+
+    Args:
+        module: the attention layer; its config is a converted one.
+        query, key, value: ``[B, H or KV, N, D]``, with the rotary embedding applied and the cache joined.
+        attention_mask: what `scaleinv.hf.mask.attention_mask` made.
+        scaling: multiplies q·k; None for 1/√D.
+        softcap: the score becomes ``softcap · tanh(score / softcap)`` before the transform (Gemma 2).
+        s_aux: attention sinks ``[H]``: one more logit in the softmax, outside of the transform (GPT-OSS).
+    """
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} passes {name}, which scale-invariant attention does not support")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{type(module).__name__} is not causal: only causal self-attention can be converted")
+    if position_ids is not None and position_ids.dim() > 2:
+        raise ValueError(f"position_ids must be 1-D or 2-D (no M-RoPE), got shape {tuple(position_ids.shape)}")
+    transforms: tuple[LogitTransform, ...] = module.config.logit_transforms  # type: ignore[union-attr,assignment]
+    logits = transforms[module.layer_idx if len(transforms) > 1 else 0]  # type: ignore[index]
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+
+    if isinstance(attention_mask, Regular) and softcap is None and dropout == 0.0:
+        out = _regular(query, key, value, logits, attention_mask, scale, s_aux)
+    else:
+        if isinstance(attention_mask, Regular):
+            attention_mask = attention_mask.distances(query.shape[2], key.shape[2], query.device)
+        if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32:
+            raise ValueError(
+                "attention_mask must come from the mask function of scaleinv.hf, which knows the positions of the keys; "
+                f"got {_describe(attention_mask)}. Pass the model a 2-D attention_mask, or none; a ready-made 4-D mask "
+                "and models that do not build masks with transformers.masking_utils are not supported"
+            )
+        out = by_distance(query, key, value, logits, attention_mask, scale, softcap, s_aux, dropout)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _regular(
+    query: Tensor, key: Tensor, value: Tensor, logits: LogitTransform, mask: Regular, scale: float, sinks: Tensor | None
+) -> Tensor:
+    out, lse = attention(
+        query,
+        key,
+        value,
+        logits,
+        window=mask.window,
+        document_ids=mask.document_ids,
+        key_mask=mask.key_mask,
+        query_offset=mask.offset,
+        scale=scale,
+        return_lse=True,
+    )
+    if sinks is None:
+        return out
+    kept = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])  # exp(lse) / (exp(lse) + exp(sink))
+    return (out * kept[..., None]).to(out.dtype)
+
+
+def by_distance(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logits: LogitTransform,
+    distance: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention over a tensor of distances ``[B or 1, 1, Nq, Nk]``: any geometry, at O(Nq · Nk) memory."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    groups = key.shape[1]
+    visible = distance >= 0
+    S = scale * query.to(dtype).unflatten(1, (groups, -1)) @ key.to(dtype).unsqueeze(2).transpose(-1, -2)
+    S = S.flatten(1, 2)  # [B, H, Nq, Nk]
+    if softcap is not None:
+        S = softcap * torch.tanh(S / softcap)
+    if logits.length is not None:
+        count = visible.sum(-1)[:, 0]
+        S = S * logits.query_scale(count if logits.length == "visible" else torch.full_like(count, key.shape[2]))[..., None]
+
+    # All visible keys stand in the Nk places up to the last query: no distance reaches Nk.
+    a, m = logits.tables(key.shape[2], dtype=dtype, device=query.device)
+    t = distance[:, 0].clamp_min(0)
+    L = a[:, t].transpose(0, 1) * S + m[:, t].transpose(0, 1)
+    blind = ~visible.any(-1, keepdim=True)  # padding's own queries
+    L = L.masked_fill(~visible, -torch.inf).masked_fill(blind, 0.0)
+    if sinks is None:
+        A = L.softmax(-1)
+    else:
+        column = sinks.to(dtype)[None, :, None, None].expand(*L.shape[:3], 1)
+        A = torch.cat([L, column], dim=-1).softmax(-1)[..., :-1]
+    A = F.dropout(A.masked_fill(blind, 0.0), dropout)
+    return (A.unflatten(1, (groups, -1)) @ value.to(dtype).unsqueeze(2)).flatten(1, 2).to(value.dtype)
+
+
+def _describe(mask: object) -> str:
+    return f"a {mask.dtype} tensor of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)

@@ -1,0 +1,142 @@
+"""`convert`, `revert` and `convert_folder`: an existing model, with scale-invariant attention."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from scaleinv import schedule
+from scaleinv.hf import config as configs
+from scaleinv.hf import rope
+from scaleinv.hf.settings import Calibration, Logits, Settings, calibration_rows
+
+
+def convert(
+    model: PreTrainedModel,
+    *,
+    tau: float = schedule.TAU,
+    p: float | None = 0.5,
+    logits: Logits = "scale-invariant",
+    train_length: int | None = None,
+    calibration: Calibration | None = None,
+) -> PreTrainedModel:
+    """Give a decoder-only model scale-invariant attention, in place; the weights stay as they are.
+
+    Of a composite model (vision and text, say) only the text part changes. A model that is already converted raises
+    ValueError: `revert` it first. If anything raises, the model is as it was.
+
+    Args:
+        model: any transformers model whose attention goes through `AttentionInterface`.
+        tau: lengthscale in tokens, where the logits are scale-invariant.
+        p: fraction of the rotary channel pairs that keep turning; the others, of low frequency, are set to frequency 0
+            (p-RoPE). None leaves the rotary embedding as it is.
+        logits: "scale-invariant"; or, to compare with, "plain" (so p-RoPE alone) and "logn": the scores times
+            ``log(n) / log(train_length)`` for a query that sees n keys, which is plain attention at n = train_length.
+        train_length: tokens in a training sequence, for "logn"; None for the config's ``max_position_embeddings``.
+        calibration: factors of the scores, a tensor ``[layers, query heads]`` or a mapping from layer to
+            ``[query heads]``; None for 1.
+
+    Returns:
+        The model itself.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__} (convert before wrapping it)")
+    text = _convertible(model)
+    if calibration is not None:
+        calibration = calibration_rows(calibration, text.num_hidden_layers, text.num_attention_heads)
+    if logits == "logn" and train_length is None:
+        train_length = text.max_position_embeddings
+    settings = Settings(
+        logits=logits,
+        tau=float(tau),
+        p=None if p is None else float(p),
+        train_length=train_length if logits == "logn" else None,
+        calibration=calibration,
+        stock_attention=text._attn_implementation,
+    )
+    if p is not None:
+        rope.check(model, text)
+    _set_attention(model, text, configs.ATTENTION)
+    try:
+        configs.apply(model.config, settings)
+    except ValueError:
+        _set_attention(model, text, settings.stock_attention)
+        raise
+    if p is not None:
+        rope.refresh(model, text)
+    return model
+
+
+def revert(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `convert`, in place: the stock attention and rotary embedding, with the weights as they are now."""
+    if conversion(model) is None:
+        raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
+    settings = configs.remove(model.config)
+    text = model.config.get_text_config()
+    _set_attention(model, text, settings.stock_attention)
+    if settings.p is not None:
+        rope.refresh(model, text)
+    return model
+
+
+def conversion(model: PreTrainedModel) -> Settings | None:
+    """How the model was converted; None for a stock model."""
+    text = model.config.get_text_config()
+    return text.settings if isinstance(text, configs.Converted) else None
+
+
+def convert_folder(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tau: float = schedule.TAU,
+    p: float | None = 0.5,
+    **options: Any,
+) -> None:
+    """Load a causal language model from a folder or the hub, `convert` it and save it, with its tokenizer if it has one.
+
+    ``options`` go to `convert`.
+    """
+    if Path(out).exists() and any(Path(out).iterdir()):
+        raise ValueError(f"out must be a new or an empty folder, got {os.fspath(out)}")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    convert(model, tau=tau, p=p, **options)
+    model.save_pretrained(out)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):  # a folder without a tokenizer
+        return
+    tokenizer.save_pretrained(out)
+
+
+def _convertible(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of the text part; ValueError where the model cannot be converted."""
+    name = type(model).__name__
+    if conversion(model) is not None:
+        raise ValueError(f"{name} is already converted ({conversion(model)}): call scaleinv.hf.revert(model) first")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder: only decoder-only models can be converted")
+    text = model.config.get_text_config()
+    if getattr(text, "is_causal", True) is False:
+        raise ValueError(f"{name} is bidirectional (config.is_causal=False): only causal attention can be converted")
+    rotary = getattr(text, "rope_parameters", None) or {}
+    if any("mrope_section" in part for part in (rotary, *rotary.values()) if isinstance(part, dict)):
+        raise ValueError(f"{name} has a multimodal rotary embedding (M-RoPE, 3-D position_ids), which is not supported")
+    for module in model.modules():
+        held = getattr(module, "config", None)
+        if type(held) is type(text) and held is not text:
+            raise ValueError(f"{type(module).__name__} in {name} holds its own copy of the config: not supported")
+    return text
+
+
+def _set_attention(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
+    """Through transformers, which knows whether the model can; then only for the text part."""
+    if text is model.config:
+        model.set_attn_implementation(implementation)
+    else:
+        key = next(key for key in model.config.sub_configs if getattr(model.config, key) is text)
+        model.set_attn_implementation({key: implementation})
+    if text._attn_implementation != implementation:
+        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")

@@ -1,0 +1,12 @@
+"""`scaleinv-eval`: EleutherAI's lm-evaluation-harness, with converted models."""
+
+from __future__ import annotations
+
+
+def lm_eval_main() -> None:
+    """lm-eval's own command line. Importing `scaleinv.hf`, as we have here, is all that its models need of us."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise SystemExit('scaleinv-eval needs lm-eval: pip install "lm-eval[hf]"') from error
+    cli_evaluate()

@@ -1,0 +1,144 @@
+"""p-RoPE for a model that is already trained: its own frequencies, the low ones set to zero.
+
+transformers keeps a model's rotary type in ``config.rope_parameters`` and computes the frequencies from it whenever the
+model is built. So p-RoPE is a family of types of our own, "scaleinv-<base type>": the base type first, with whatever
+scaling it does, and then zeros in the tail. (transformers' own "proportional" type drops the scaling.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+PREFIX = "scaleinv-"
+BASE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
+
+
+def register() -> None:
+    """Make the types known to transformers."""
+    for base in BASE_TYPES:
+        ROPE_INIT_FUNCTIONS[PREFIX + base] = _p_rope(base)
+
+
+def wrap(config: PreTrainedConfig, p: float) -> None:
+    """Switch ``config.rope_parameters`` to p-RoPE; ValueError where that is not possible."""
+    parameters = list(_flat(config))
+    if not parameters:
+        raise ValueError(f"{config.model_type} has no rotary embedding to change: convert with p=None")
+    for layer_type, values in parameters:
+        base = values.get("rope_type", "default")
+        where = "" if layer_type is None else f" of {layer_type} layers"
+        if "mrope_section" in values:
+            raise ValueError(f"the rotary embedding{where} is multimodal (M-RoPE), which is not supported")
+        if base not in BASE_TYPES:
+            raise ValueError(
+                f"the rotary embedding{where} has type {base!r}, and p-RoPE takes {', '.join(BASE_TYPES)}: "
+                "convert with p=None to leave it as it is"
+            )
+    for _, values in parameters:
+        values.update(rope_type=PREFIX + values.get("rope_type", "default"), p=p)
+
+
+def unwrap(parameters: dict[str, Any] | None) -> None:
+    """Undo `wrap` on a ``rope_parameters`` dictionary, nested by layer type or not."""
+    for values in [parameters, *(parameters or {}).values()]:
+        if isinstance(values, dict) and str(values.get("rope_type", "")).startswith(PREFIX):
+            values["rope_type"] = values["rope_type"].removeprefix(PREFIX)
+            del values["p"]
+
+
+def refresh(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Recompute the frequencies of all rotary modules of the model that use ``config``, in float32."""
+    for module in _modules(model, config):
+        for layer_type, values in _flat(config):
+            frequencies = _initial(module, config, layer_type, values["rope_type"])
+            for name in _names(layer_type):
+                device = getattr(module, name).device
+                module.register_buffer(name, frequencies.to(device, copy=True), persistent=False)
+        types = {layer_type: values["rope_type"] for layer_type, values in _flat(config)}
+        module.rope_type = types.get(None, types)
+
+
+def check(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """ValueError unless we can recompute the frequencies that the model's rotary modules hold."""
+    modules = list(_modules(model, config))
+    if not modules:
+        raise ValueError(f"no rotary module found in {type(model).__name__}: convert with p=None")
+    for module in modules:
+        for layer_type, values in _flat(config):
+            held = getattr(module, _names(layer_type)[0], None)
+            base = values["rope_type"]
+            same = held is not None and hasattr(module, "rope_type")
+            if same and base != "dynamic":  # whose frequencies follow the last input
+                computed = _base_frequencies(base, config, layer_type)[0].to(held)
+                same = torch.equal(computed, held)
+            if not same:
+                raise ValueError(
+                    f"{type(module).__name__} does not compute its frequencies as transformers' {base!r} type does: "
+                    "convert with p=None to leave them as they are"
+                )
+
+
+def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
+    def compute(
+        config: PreTrainedConfig,
+        device: torch.device | None = None,
+        seq_len: int | None = None,
+        layer_type: str | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, float]:
+        frequencies, attention_factor = _base_frequencies(base, config, layer_type, device, seq_len)
+        p = dict(_flat(config))[layer_type]["p"]
+        kept = round(p * frequencies.numel())
+        frequencies[kept:] = 0.0
+        return frequencies, attention_factor
+
+    return compute
+
+
+def _base_frequencies(
+    base: str,
+    config: PreTrainedConfig,
+    layer_type: str | None,
+    device: torch.device | None = None,
+    seq_len: int | None = None,
+) -> tuple[Tensor, float]:
+    if base != "default":
+        return ROPE_INIT_FUNCTIONS[base](config, device, seq_len=seq_len, layer_type=layer_type)
+    values = dict(_flat(config))[layer_type]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dim = int(head_dim * values.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
+    return (1.0 / values["rope_theta"] ** exponents).to(device), 1.0
+
+
+def _initial(module: nn.Module, config: PreTrainedConfig, layer_type: str | None, rope_type: str) -> Tensor:
+    extra = {} if layer_type is None else {"layer_type": layer_type}
+    compute: Any = ROPE_INIT_FUNCTIONS.get(rope_type) or module.compute_default_rope_parameters
+    return compute(config, **extra)[0].to(torch.float32)
+
+
+def _modules(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Any]:
+    for module in model.modules():
+        if getattr(module, "config", None) is config and "RotaryEmbedding" in type(module).__name__:
+            yield module
+
+
+def _flat(config: PreTrainedConfig) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """(layer type, parameters) pairs; the layer type is None where all layers share the parameters."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
+    if nested:
+        yield from nested.items()
+    elif parameters:
+        yield None, parameters
+
+
+def _names(layer_type: str | None) -> tuple[str, str]:
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    return f"{prefix}inv_freq", f"{prefix}original_inv_freq"

@@ -1,0 +1,71 @@
+"""What a decoding step needs of the past: keys and values of each layer, or Infini-attention's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class InfiniState:
+    """One layer of Infini-attention: the memory of whole segments, and the open segment's keys and values."""
+
+    memory: Tensor  # [B, H, D, D]
+    norm: Tensor  # [B, H, D]
+    key: Tensor  # [B, H, n, D], without rotation, for the memory
+    rotated_key: Tensor  # [B, H, n, D], for the local attention
+    value: Tensor  # [B, H, n, D]
+
+
+class KVCache:
+    """Keys and values of every layer.
+
+    Args:
+        capacity: tokens to make room for at once; a longer text is an error. None grows as needed, by doubling.
+        context_length: for NTK and YaRN, the length to stretch the rotary for from the start: prompt and all that is
+            to be generated. Without it the rotary follows the length reached so far, and each time it changes the past
+            is computed anew, because keys that carry an old rotation would be wrong.
+    """
+
+    def __init__(self, capacity: int | None = None, context_length: int | None = None) -> None:
+        for name, value in (("capacity", capacity), ("context_length", context_length)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        self.capacity = capacity
+        self.context_length = context_length
+        self.length = 0
+        """Tokens that every layer holds."""
+        self.tokens: Tensor | None = None
+        """The text so far, kept where its past may have to be computed anew."""
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.infini: dict[int, InfiniState] = {}
+
+    def reset(self) -> None:
+        """Forget the text; room already made is kept."""
+        self.length, self.tokens = 0, None
+        self.infini.clear()
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values ``[B, H, n, D]`` behind `length`; returns all of the layer's so far."""
+        stop = self.length + key.shape[2]
+        if self.capacity is not None and stop > self.capacity:
+            raise ValueError(f"capacity of the cache is {self.capacity} tokens, but the text has reached {stop}")
+        held = self.layers.get(layer)
+        if held is None or held[0].shape[2] < stop or held[0].shape[0] != key.shape[0]:
+            room = self.capacity or 1 << max(6, (stop - 1).bit_length())
+            grown = tuple(x.new_zeros(*x.shape[:2], room, x.shape[3]) for x in (key, value))
+            if held is not None and self.length:
+                for new, old in zip(grown, held, strict=True):
+                    new[:, :, : self.length] = old[:, :, : self.length]
+            held = (grown[0], grown[1])
+            self.layers[layer] = held
+        for buffer, new in zip(held, (key, value), strict=True):
+            buffer[:, :, self.length : stop] = new
+        return held[0][:, :, :stop], held[1][:, :, :stop]
+
+    def remember(self, tokens: Tensor) -> Tensor:
+        """Add to the text; returns all of it."""
+        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], dim=1)
+        return self.tokens

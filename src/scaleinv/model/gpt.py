@@ -1,0 +1,223 @@
+"""The paper's GPT: RMSNorm without gain everywhere, QK-norm, squared-ReLU MLP, no biases, untied output."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from scaleinv.methods import Method
+from scaleinv.model.cache import KVCache
+from scaleinv.model.config import GPTConfig
+from scaleinv.model.infini import empty_state, infini_attention
+from scaleinv.ops.api import attention
+from scaleinv.rotary import NoPE, rotate
+
+LOSS_CHUNK = 1 << 25
+"""Output logits held at once when a loss is computed."""
+
+
+class GPT(nn.Module):
+    """A decoder with any row of `scaleinv.methods` for its attention.
+
+    >>> model = GPT(GPTConfig(layers=1, width=32, heads=2, vocab_size=100, train_length=64))
+    >>> model(torch.zeros(1, 10, dtype=torch.long)).shape
+    torch.Size([1, 10, 100])
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = "auto"
+        """Attention backend, as in `scaleinv.attention`."""
+        self.method = config.sized_method()
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.output = nn.Linear(config.width, config.vocab_size, bias=False)
+        nn.init.zeros_(self.output.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        document_ids: Tensor | None = None,
+        context_length: int | None = None,
+    ) -> Tensor:
+        """Logits ``[B, N, vocabulary]`` for tokens ``[B, N]``; with targets ``[B, N]``, the loss of each in nats.
+
+        The other arguments are those of `hidden`. Losses ``[B, N]`` are float32, and logits are held a chunk at a time.
+        """
+        hidden = self.hidden(tokens, cache=cache, document_ids=document_ids, context_length=context_length)
+        return self.output(hidden) if targets is None else self._losses(hidden, targets)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        document_ids: Tensor | None = None,
+        context_length: int | None = None,
+    ) -> Tensor:
+        """What the output layer reads, ``[B, N, width]``.
+
+        Args:
+            tokens: ids ``[B, N]``; with a cache, those that follow what it holds.
+            cache: the past; it is extended by these tokens.
+            document_ids: ``[B, N]``, for packed documents that must not see each other; not with a cache.
+            context_length: for NTK and YaRN, the length to stretch the rotary for; None for the text's own.
+        """
+        self._check(tokens, cache, document_ids)
+        asked, start = tokens.shape[1], 0
+        if cache is not None:
+            tokens = self._with_past(tokens, cache, context_length)
+            start, context_length = cache.length, cache.context_length or context_length
+        length = start + tokens.shape[1]
+        rotary = self.method.rotary_for(max(length, context_length or 0))
+        positions = torch.arange(start, length, device=tokens.device)
+        turn = None if isinstance(rotary, NoPE) else rotary.cos_sin(positions)
+        x = norm(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x, turn, cache, document_ids, self.backend)
+        if cache is not None:
+            cache.length = length
+        return norm(x[:, -asked:])
+
+    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        size = max(1, LOSS_CHUNK // (self.config.vocab_size * hidden.shape[0]))
+
+        def part(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.output(x).float().transpose(1, 2), y, reduction="none")
+
+        pieces = list(zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True))
+        if len(pieces) == 1:
+            return part(hidden, targets)
+        recompute = torch.is_grad_enabled()
+        return torch.cat([checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces], 1)
+
+    def count_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def use_method(self, name: str) -> None:
+        """Switch to another row that uses the same trained model: "rope" to "rope+ntk" or "yarn", and back."""
+        from scaleinv import methods
+
+        own, other = methods.row(self.config.method), methods.row(name)
+        if (own.trained_as or self.config.method) != (other.trained_as or name):
+            raise ValueError(f"a model trained as {own.trained_as or self.config.method!r} cannot serve as {name!r}")
+        self.config.method = name
+        self.method = self.config.sized_method()
+
+    def _with_past(self, tokens: Tensor, cache: KVCache, context_length: int | None) -> Tensor:
+        """The tokens to run: these, or the whole text where NTK or YaRN must turn the past anew."""
+        if self.method.stretch is None:
+            return tokens
+        if context_length is not None and cache.length == 0:
+            cache.context_length = context_length
+        text = cache.remember(tokens)
+        reached = max(self.config.train_length, cache.context_length or 0)
+        if text.shape[1] <= reached:
+            return tokens
+        cache.context_length = text.shape[1]
+        cache.reset()
+        cache.tokens = text
+        return text
+
+    def _check(self, tokens: Tensor, cache: KVCache | None, document_ids: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens must be integers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}")
+        if tokens.shape[1] == 0:
+            raise ValueError("tokens must hold at least one token, got an empty text")
+        if document_ids is not None and cache is not None:
+            raise ValueError("document_ids cannot be used with a cache")
+        if document_ids is not None and self.method.infini:
+            raise ValueError("document_ids cannot be used with Infini-attention: its memory spans the window")
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on the normalised stream and added to it."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.attention = Attention(config, layer)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None,
+        document_ids: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        x = x + self.attention(norm(x), turn, cache, document_ids, backend)
+        return x + self.down(F.relu(self.up(norm(x))).square())
+
+
+class Attention(nn.Module):
+    """Attention of one layer with the configured method."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        method: Method = config.sized_method()
+        self.layer, self.heads = layer, config.heads
+        self.query, self.key, self.value, self.project = (
+            nn.Linear(config.width, config.width, bias=False) for _ in range(4)
+        )
+        nn.init.zeros_(self.project.weight)
+        self.logits = method.logits
+        self.segment = (config.segment or math.ceil(config.train_length / 4)) if method.infini else None
+        if method.infini:
+            self.gate = nn.Parameter(torch.zeros(config.heads))
+
+    def forward(
+        self,
+        x: Tensor,  # [B, N, width]
+        turn: tuple[Tensor, Tensor] | None,
+        cache: KVCache | None,
+        document_ids: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+        )  # [B, H, N, D]
+        query, key = norm(query), norm(key)
+        rotated = (query, key) if turn is None else (rotate(query, *turn), rotate(key, *turn))
+        if self.segment is not None:
+            state = cache.infini.get(self.layer) if cache is not None else None
+            out, state = infini_attention(
+                query,
+                key,
+                value,
+                *rotated,
+                self.gate,
+                self.logits,
+                self.segment,
+                state or empty_state(key, value),
+                backend,
+            )
+            if cache is not None:
+                cache.infini[self.layer] = state
+        else:
+            query, key = rotated
+            start = 0
+            if cache is not None:
+                start = cache.length
+                key, value = cache.extend(self.layer, key, value)
+            out = attention(
+                query, key, value, self.logits, query_offset=start, document_ids=document_ids, backend=backend
+            )
+        return self.project(out.transpose(1, 2).flatten(2))
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the channels, without gain."""
+    return F.rms_norm(x, x.shape[-1:])
+
+

@@ -1,0 +1,135 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and one progress line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+
+
+class Metrics:
+    """Writes one JSON object a line, and the same numbers to TensorBoard and Weights & Biases.
+
+    Lines past ``start`` (a resumed run's step) are dropped: they come again.
+    """
+
+    def __init__(self, folder: Path, start: int, config: dict[str, Any], wandb_project: str | None) -> None:
+        path = folder / METRICS
+        kept = [line for line in _lines(path) if line["step"] <= start] if start else []
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(temporary, path)
+        self.file = path.open("a", buffering=1)
+        self.board = _tensorboard(folder, start)
+        self.wandb = _wandb(wandb_project, folder, config) if wandb_project else None
+
+    def write(self, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        scalars = {name: value for name, value in _flat(values) if name != "step"}
+        if self.board is not None:
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, values["step"])
+        if self.wandb is not None:
+            self.wandb.log(scalars, step=values["step"])
+
+    def close(self) -> None:
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a last line that a killed run left half written is left out."""
+    return _lines(folder / METRICS)
+
+
+class Progress:
+    """One line: step, loss, learning rate, tokens a second, time to go. It stays in place on a terminal."""
+
+    def __init__(self, steps: int, start: int, tokens: int, say: Callable[[str], None], every: int) -> None:
+        self.steps, self.start, self.tokens, self.say, self.every = steps, start, tokens, say, every
+        self.began = self.marked = time.monotonic()
+        self.marked_step = start
+        self.rate = 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Time that was not training: it does not count."""
+        self.began += seconds
+        self.marked += seconds
+
+    def show(self, step: int, loss: float, factor: float) -> None:
+        """After step ``step`` (counted from 1)."""
+        if step % self.every and step != self.steps:
+            return
+        now = time.monotonic()
+        self.rate = (step - self.marked_step) * self.tokens / max(now - self.marked, 1e-9)
+        self.marked, self.marked_step = now, step
+        left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
+        text = f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  ETA {clock(left)}"
+        self.say(text)
+
+
+def clock(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def terminal(text: str) -> None:
+    """Print; progress lines overwrite each other on a terminal."""
+    if sys.stdout.isatty() and text.startswith("step "):
+        sys.stdout.write(f"\r\033[K{text}")
+    else:
+        start = "\r\033[K" if sys.stdout.isatty() else ""
+        sys.stdout.write(f"{start}{text}\n")
+    sys.stdout.flush()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+    return lines
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    flat: list[tuple[str, float]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat += _flat(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)):
+            flat.append((prefix + name, value))
+    return flat
+
+
+def _tensorboard(folder: Path, start: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning('no TensorBoard files: pip install "scaleinv[train]" for them')
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+
+
+def _wandb(project: str, folder: Path, config: dict[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise RuntimeError('reporting to Weights & Biases needs: pip install "scaleinv[wandb]"') from error
+    return wandb.init(project=project, dir=str(folder), config=config, name=folder.name, id=folder.name, resume="allow")

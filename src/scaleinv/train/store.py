@@ -1,0 +1,108 @@
+"""A run's folder: config.json, metrics.jsonl, model.safetensors, tokenizer/, checkpoints/, tensorboard/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaleinv.data import Corpus, Tokenizer, load_corpus, load_tokenizer
+from scaleinv.model import GPT
+from scaleinv.train.config import TrainConfig
+from scaleinv.version import VERSION
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+
+
+def write_config(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
+    """All that is needed to run it again, and what it ran on."""
+    values = {
+        "train": config.to_json(),
+        "corpus": {
+            "description": corpus.description,
+            "sha256": corpus.sha256,
+            "train_tokens": corpus.train.total,
+            "val_tokens": corpus.val.total,
+        },
+        "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    write_text(folder / CONFIG, json.dumps(values, indent=1, ensure_ascii=False))
+
+
+def read_config(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
+    """A run's config, and the whole of its config.json."""
+    path = Path(folder) / CONFIG
+    try:
+        values = json.loads(path.read_text())
+        return TrainConfig.from_json(values["train"]), values
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no run: there is no {CONFIG} in it") from None
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as a run's configuration: {error}") from error
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """model.safetensors, whole or not at all."""
+    from safetensors.torch import save_file
+
+    temporary = folder / f".{WEIGHTS}.partial"
+    save_file(weights, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / WEIGHTS)
+
+
+def load_model(folder: Path | str, device: str | torch.device = "cpu") -> tuple[GPT, TrainConfig]:
+    """A run's model with its newest exported weights, in evaluation mode."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    config, _ = read_config(folder)
+    path = folder / WEIGHTS
+    if not path.exists():
+        raise ValueError(f"{folder} has no {WEIGHTS} yet: train it first (scaleinv train --resume {folder})")
+    model = GPT(config.model)
+    model.load_state_dict(load_file(path))
+    return model.to(device).eval(), config
+
+
+def run_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer a run was trained with."""
+    return load_tokenizer(Path(folder) / TOKENIZER)
+
+
+def run_corpus(config: TrainConfig, min_length: int = 0) -> Corpus:
+    """The corpus a run was trained on."""
+    return load_corpus(
+        config.data,
+        config.val_data,
+        tokenizer=config.tokenizer,
+        vocab_size=config.model.vocab_size,
+        min_length=min_length,
+    )
+
+
+def check_writable(folder: Path) -> None:
+    """ValueError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"out cannot be written to: {folder}: {error.strerror or error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,99 @@
+"""Validation loss on the same tokens, cut into windows of any length."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from scaleinv.data import TokenData, document_ids
+from scaleinv.train.distributed import World
+
+WINDOW_TOKENS = 16_384
+"""Tokens in one forward pass, unless a single window is longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthLoss:
+    """Loss in nats a token over windows of one length."""
+
+    length: int
+    mean: float
+    stderr: float | None
+    """Of the mean, over windows; None for a single window."""
+    windows: int
+    positions: list[tuple[int, int, float]]
+    """Mean loss by place in the window: (first, past the last, loss), in ranges that double."""
+
+    @property
+    def tokens(self) -> int:
+        return self.length * self.windows
+
+
+def usable_tokens(total: int, wanted: int, lengths: list[int]) -> int:
+    """The largest count up to ``wanted`` that every window length divides and that the data has a target for."""
+    step = math.lcm(*lengths)
+    count = min(wanted, total - 1) // step * step
+    if count == 0:
+        raise ValueError(
+            f"validation at lengths {', '.join(map(str, lengths))} needs at least {step + 1} tokens, "
+            f"but there are {total} (of which {wanted} are asked for)"
+        )
+    return count
+
+
+@torch.no_grad()
+def loss_at_length(
+    model: nn.Module,
+    data: TokenData,
+    length: int,
+    tokens: int,
+    *,
+    here: World | None = None,
+    document_masks: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> LengthLoss:
+    """Loss over the first ``tokens`` tokens of the data in windows of ``length``, which divides it.
+
+    Args:
+        here: the ranks that share the work; all of them call it together and get the same answer.
+        document_masks: documents in a window do not see each other.
+        progress: called with windows done and windows in all.
+    """
+    here = here or World(0, 1, next(model.parameters()).device)
+    count = tokens // length
+    if count < 1 or tokens % length:
+        raise ValueError(f"tokens must be a positive multiple of length {length}, got {tokens}")
+    batch = max(1, WINDOW_TOKENS // length)
+    stream = data.windows(length, tokens)
+    edges = [0, *(1 << power for power in range((length - 1).bit_length())), length]
+    means = torch.zeros(count, dtype=torch.float64, device=here.device)
+    places = torch.zeros(length, dtype=torch.float64, device=here.device)
+    was_training = model.training
+    model.eval()
+    # Every rank takes every size-th batch, and all take equally many: under FSDP a forward needs all ranks.
+    batches = math.ceil(count / batch)
+    idle = [next(data.windows(length, tokens))]  # for a rank whose turn finds no window left
+    for number in range(math.ceil(batches / here.size) * here.size):
+        start = number * batch
+        pairs = [next(stream) for _ in range(min(batch, max(count - start, 0)))]
+        if number % here.size != here.rank:
+            continue
+        counted = len(pairs)
+        inputs, targets = (torch.stack(x).to(here.device) for x in zip(*(pairs or idle), strict=True))
+        ids = document_ids(inputs, data.end_of_text) if document_masks else None
+        losses = model(inputs, targets, document_ids=ids)[:counted].to(torch.float64)
+        means[start : start + counted] = losses.mean(dim=1)
+        places += losses.sum(dim=0)
+        if progress is not None:
+            progress(min(start + batch, count), count)
+    model.train(was_training)
+    means, places = here.sum(means), here.sum(places) / count
+    stderr = (means.std() / math.sqrt(count)).item() if count > 1 else None
+    ranges = [
+        (low, high, places[low:high].mean().item()) for low, high in zip(edges, edges[1:], strict=False) if low < high
+    ]
+    return LengthLoss(length, means.mean().item(), stderr, count, ranges)

@@ -1,0 +1,165 @@
+"""Calls of `attention` as data: made the same way for every backend and dtype, and compared by their errors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+import scaleinv
+from scaleinv.ops import native
+
+NATIVE = not isinstance(native.load(), str)
+FAST = ["blocked-torch", *(["blocked-native"] if NATIVE else [])]
+EVERY = ["reference", *FAST]
+
+DOCUMENTS = {
+    "packed": lambda batch, keys: torch.arange(keys).mul(3).div(max(keys, 1), rounding_mode="floor").repeat(batch, 1),
+    "scattered": lambda batch, keys: torch.tensor([-3, 0, 7])[torch.randint(3, (batch, keys))],
+    "huge": lambda batch, keys: torch.tensor([-(2**63), 2**63 - 1, 5])[torch.randint(3, (batch, keys))],
+    "int32": lambda batch, keys: torch.randint(2, (batch, keys), dtype=torch.int32),
+}
+
+
+def _some(batch: int, keys: int) -> Tensor:
+    return torch.rand(batch, keys) < 0.6
+
+
+def _blind(batch: int, keys: int) -> Tensor:
+    mask = _some(batch, keys)
+    mask[0] = False
+    return mask
+
+
+MASKS = {"some": _some, "blind": _blind}
+
+
+def _taus(heads: int) -> Tensor:
+    return torch.linspace(0.5, 20, heads)
+
+
+def _table(heads: int, length: int) -> Tensor:
+    return nn.Parameter(torch.randn(heads, length))
+
+
+TRANSFORMS = {
+    "plain": lambda heads, length: scaleinv.Plain(),
+    "scale-invariant": lambda heads, length: scaleinv.ScaleInvariant(tau=3.0),
+    "scale-invariant-heads": lambda heads, length: scaleinv.ScaleInvariant(_taus(heads), alpha=1.2, beta=0.7),
+    "learnable": lambda heads, length: scaleinv.ScaleInvariant(_taus(heads), heads=heads, learnable=True),
+    "logn-visible": lambda heads, length: scaleinv.LogN(heads, scale=0.7),
+    "logn-context": lambda heads, length: scaleinv.LogN(heads, scale=0.7, length="context"),
+    "alibi": lambda heads, length: scaleinv.ALiBi(heads),
+    "table": lambda heads, length: scaleinv.DistanceTable(_table(1, length), _table(1, length)),
+    "table-heads": lambda heads, length: scaleinv.DistanceTable(_table(heads, length), _table(heads, length)),
+    "table-shift-heads": lambda heads, length: scaleinv.DistanceTable(_table(1, length), _table(heads, length)),
+    "table-scale-heads": lambda heads, length: scaleinv.DistanceTable(_table(heads, length), _table(1, length)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of `attention`; its tensors come from the seed."""
+
+    queries: int
+    keys: int | None = None
+    dim: int = 16
+    value_dim: int | None = None
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int | None = None
+    transform: str = "scale-invariant"
+    causal: bool = True
+    window: int | None = None
+    offset: int | None = None
+    documents: str | None = None
+    mask: str | None = None
+    scale: float | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return "-".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
+
+    @property
+    def length(self) -> int:
+        """Keys."""
+        return self.queries if self.keys is None else self.keys
+
+    def tensors(self, dtype: torch.dtype) -> list[Tensor]:
+        """query, key, value, and weights of the loss for output and logsumexp, rounded to dtype."""
+        torch.manual_seed(self.seed)
+        kv_heads = self.kv_heads or self.heads
+        value_dim = self.value_dim or self.dim
+        query = torch.randn(self.batch, self.heads, self.queries, self.dim)
+        key = torch.randn(self.batch, kv_heads, self.length, self.dim)
+        value = torch.randn(self.batch, kv_heads, self.length, value_dim)
+        weights = torch.randn(self.batch, self.heads, self.queries, value_dim)
+        lse_weights = torch.randn(self.batch, self.heads, self.queries)
+        return [x.to(dtype) for x in (query, key, value, weights, lse_weights)]
+
+    def masks(self) -> dict[str, Tensor | None]:
+        torch.manual_seed(self.seed + 1)
+        return {
+            "document_ids": DOCUMENTS[self.documents](self.batch, self.length) if self.documents else None,
+            "key_mask": MASKS[self.mask](self.batch, self.length) if self.mask else None,
+        }
+
+    def options(self) -> dict:
+        """Keyword arguments of `attention`."""
+        own = {"causal": self.causal, "window": self.window, "query_offset": self.offset, "scale": self.scale}
+        return own | self.masks()
+
+    def logits(self) -> scaleinv.LogitTransform:
+        torch.manual_seed(self.seed + 2)
+        offset = self.length - self.queries if self.offset is None else self.offset
+        return TRANSFORMS[self.transform](self.heads, self.length + self.queries + abs(offset))
+
+
+def run(case: Case, backend: str, compute: torch.dtype, given: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Output, logsumexp and every gradient of a loss that uses both, from inputs rounded to `given`."""
+    query, key, value, weights, lse_weights = (x.to(compute) for x in case.tensors(given or compute))
+    leaves = {"query": query, "key": key, "value": value}
+    for x in leaves.values():
+        x.requires_grad_()
+    logits = case.logits().to(torch.promote_types(compute, torch.float32))
+    out, lse = scaleinv.attention(query, key, value, logits, backend=backend, return_lse=True, **case.options())
+    seen = lse.masked_fill(lse == -torch.inf, 0)
+    ((out * weights).sum() + (seen * lse_weights).sum()).backward()
+    grads = {f"grad {name}": x.grad for name, x in (leaves | dict(logits.named_parameters())).items()}
+    return {"output": out.detach(), "logsumexp": lse.detach()} | grads
+
+
+def assert_equal_to_rounding(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    """float64 against float64: only the order of the sums differs."""
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert value.shape == want[name].shape, name
+        assert value.dtype == want[name].dtype, name
+        gap, size = _gap(value, want[name])
+        assert gap <= tolerance * (1 + size), f"{name}: off by {gap:.3g} of {size:.3g}"
+
+
+def assert_as_accurate(
+    got: dict[str, Tensor], same_precision: dict[str, Tensor], exact: dict[str, Tensor], factor: float = 3.0
+) -> None:
+    """The error of `got` is at most `factor` × the reference's in the same precision, plus a few roundings."""
+    assert got.keys() == exact.keys()
+    for name, value in got.items():
+        assert value.shape == exact[name].shape, name
+        assert value.dtype == same_precision[name].dtype, name
+        error, size = _gap(value, exact[name])
+        allowed, _ = _gap(same_precision[name], exact[name])
+        floor = 16 * torch.finfo(torch.float32).eps * (1 + size)
+        assert error <= factor * allowed + floor, f"{name}: off by {error:.3g} of {size:.3g}, reference {allowed:.3g}"
+
+
+def _gap(got: Tensor, want: Tensor) -> tuple[float, float]:
+    got, want = got.double(), want.double()
+    finite = want.isfinite()
+    assert torch.equal(got[~finite], want[~finite]), "infinities differ"
+    assert got.isfinite()[finite].all(), "not finite where the exact value is"
+    if not finite.any():
+        return 0.0, 0.0
+    return (got - want)[finite].abs().max().item(), want[finite].abs().max().item()
