@@ -27,6 +27,7 @@ TINY: dict[str, dict] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, **LAYERS},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
+SLIDING = {name for name, config in TINY.items() if "sliding_window" in config}
 
 
 def _build(model_type: str) -> PreTrainedModel:

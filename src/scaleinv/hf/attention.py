@@ -28,6 +28,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
+    use_cache: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: output ``[B, Nq, H, D]``, and no weights.
@@ -51,6 +52,8 @@ def attention_forward(
     logits = transforms[module.layer_idx if len(transforms) > 1 else 0]  # type: ignore[index]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
+    if isinstance(attention_mask, Regular) and use_cache is False and position_ids is not None:
+        attention_mask.split(position_ids.expand(query.shape[0], -1), key.shape[2])
     if isinstance(attention_mask, Regular) and softcap is None and dropout == 0.0:
         out = _regular(query, key, value, logits, attention_mask, scale, s_aux)
     else:

@@ -51,6 +51,12 @@ class Saved:
             return restore(config_dict, **kwargs)
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
+    def validate(self) -> None:
+        """The base class knows the stock rotary types only: show it the stock config."""
+        stock: Any = copy.deepcopy(self)
+        remove(stock)
+        stock.validate()
+
     def __reduce__(self) -> tuple:
         base, settings = type(self).__bases__[-1], getattr(type(self), "settings", None)
         return _blank, (base, settings), self.__dict__

@@ -24,7 +24,7 @@ from scaleinv.ops.masks import Geometry, pair_mask
 HIDDEN = -1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Regular:
     """A step whose geometry `scaleinv.attention` understands: query i stands at ``offset + i``, key j at j."""
 
@@ -32,12 +32,26 @@ class Regular:
     window: int | None = None
     key_mask: Tensor | None = None
     document_ids: Tensor | None = None
+    asked: bool = False
 
     # `generate` prepares masks for static caches ahead of the model, and asks of them these two things of a tensor.
     ndim = 4
 
     def contiguous(self) -> Regular:
         return self
+
+    def split(self, position_ids: Tensor, keys: int) -> None:
+        """Tell packed documents apart by ``position_ids [B, Nq]`` that do not follow on one another.
+
+        transformers does this ahead of the mask function, but not for GPT-OSS, whose stock form mixes the documents.
+        """
+        whole = self.offset == 0 and position_ids.shape[1] == keys  # no cache
+        if self.asked or not whole or self.document_ids is not None or self.key_mask is not None:
+            return
+        self.asked = True  # all layers share this object
+        document_ids = F.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+        if torch.compiler.is_compiling() or bool(document_ids.any()):
+            self.document_ids = document_ids
 
     def distances(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """The same as a tensor of distances, ``[B or 1, 1, Nq, Nk]``."""

@@ -212,12 +212,12 @@ INLINE int64_t table_start(const Call *c, const Tables *t, int64_t head, int64_t
     return (c->table_heads == 1 ? 0 : head) * t->length + TABLE_PAD + c->queries - 1 - query;
 }
 
-/* Keys that some query of rows [first, last] sees, as [*low, *high) within [0, keys). */
+/* Keys that some query of rows [first, last] sees, as [*low, *high) within [0, keys); [0, 0) if there are none. */
 INLINE void visible_keys(const Call *c, int64_t first, int64_t last, int64_t *low, int64_t *high) {
     last = MIN(last, c->queries - 1);
     *low = MAX(0, c->offset + first - c->max_distance);
     *high = MIN(c->keys, c->offset + last - c->min_distance + 1);
-    if (*high < *low) *high = *low;
+    if (*high <= *low) *low = *high = 0;
 }
 
 /* Lowest and highest segment of a run, masked keys aside: two runs whose ranges are apart share no document. */

@@ -1,0 +1,75 @@
+"""Trainer steps, and torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache, Trainer, TrainingArguments
+
+import scaleinv.hf
+
+Stock = Callable[[str], PreTrainedModel]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+def test_trainer_steps_save_and_reload_bitwise(stock: Stock, model_type: str, tokens: Tensor, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = scaleinv.hf.convert(stock(model_type))
+    before = {name: x.clone() for name, x in model.named_parameters()}
+    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens.repeat(2, 1)]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=True,
+        report_to=[],
+        use_cpu=True,
+        save_steps=2,
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+    assert any(not torch.equal(x, before[name]) for name, x in model.named_parameters())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert scaleinv.hf.conversion(again) == scaleinv.hf.conversion(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_compiles_in_one_graph(stock: Stock, model_type: str, tokens: Tensor) -> None:
+    model = scaleinv.hf.convert(stock(model_type))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def gradients(forward: Callable, **inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        loss = forward(tokens, labels=tokens, use_cache=False, **inputs).loss
+        loss.backward()
+        return loss, [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+    left = torch.ones_like(tokens)
+    left[1, :7] = 0
+    packed = torch.cat([torch.arange(13), torch.arange(27)])[None].expand(2, -1)
+    for inputs in ({}, {"attention_mask": left}, {"position_ids": packed}):
+        loss, expected = gradients(model, **inputs)
+        got, found = gradients(compiled, **inputs)
+        torch.testing.assert_close(got, loss)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_compiles_decoding_with_a_static_cache(stock: Stock, tokens: Tensor) -> None:
+    model = scaleinv.hf.convert(stock("llama"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        cache = StaticCache(config=model.config, max_cache_len=48)
+        model(tokens[:, :36], past_key_values=cache)
+        for place in range(36, 40):
+            step = compiled(tokens[:, place : place + 1], past_key_values=cache).logits
+            torch.testing.assert_close(step[:, 0], expected[:, place], atol=1e-4, rtol=0)

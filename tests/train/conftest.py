@@ -1,0 +1,80 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaleinv import train
+from scaleinv.model import GPTConfig
+
+WORKER = Path(__file__).with_name("worker.py")
+TEXT = "The quick brown fox jumps over the lazy dog; {} times it did so, and {} times it did not.\n"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """Twenty small documents of text."""
+    folder = tmp_path / "book"
+    folder.mkdir()
+    for number in range(20):
+        lines = [TEXT.format(number * 37 + line, line * line) for line in range(40)]
+        (folder / f"{number:02d}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def tiny(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., train.TrainConfig]:
+    """Makes configurations of runs that take seconds: ``tiny(method="alibi", steps=5)``."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def make(method: str = "scale-invariant-p-rope", **changes: object) -> train.TrainConfig:
+        model = GPTConfig(layers=2, width=32, heads=2, method=method, train_length=32)
+        config = train.TrainConfig(
+            model=model,
+            data=str(book),
+            out=str(tmp_path / "run"),
+            steps=6,
+            batch_tokens=128,
+            val_every=100,
+            val_tokens=1024,
+            checkpoint_every=2,
+            log_every=1,
+            device="cpu",
+        )
+        return dataclasses.replace(config, **changes)
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
+    """Starts a run in a process of its own, or in several under torchrun."""
+    running = []
+
+    def begin(config: train.TrainConfig, *, resume: bool = False, ranks: int = 1) -> subprocess.Popen:
+        path = tmp_path / f"config-{len(running)}.json"
+        path.write_text(json.dumps(config.to_json()))
+        command = [sys.executable]
+        if ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += [str(WORKER), str(path)] + (["resume"] if resume else [])
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
