@@ -1,18 +1,30 @@
 """Fixtures for every test."""
 
-import os
+import functools
 
 import pytest
 import torch
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
 
 @pytest.fixture
-def poisoned_memory():
-    """`torch.empty` holds NaN: whatever is read before it is written shows up."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
+def poisoned_memory(monkeypatch):
+    """`torch.empty` and its kin hold NaN (or the largest integer): what is read before it is written shows up.
+
+    `torch.utils.deterministic` can do that too, but the deterministic mode it needs makes the oracle's backward slow.
+    """
+
+    def poisoned(make):
+        @functools.wraps(make)
+        def wrapper(*args, **kwargs):
+            x = make(*args, **kwargs)
+            with torch.no_grad():
+                if x.is_floating_point():
+                    x.fill_(torch.nan)
+                elif x.dtype != torch.bool and not x.is_complex():
+                    x.fill_(torch.iinfo(x.dtype).max)
+            return x
+
+        return wrapper
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

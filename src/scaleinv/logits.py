@@ -83,10 +83,10 @@ class ALiBi(_FixedTables):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = _positive_int("heads", heads)
-        self.slopes = alibi_slopes(heads)
 
     def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
-        slopes = self.slopes.to(distance)
+        assert self.heads is not None
+        slopes = alibi_slopes(self.heads).to(distance.device)
         return torch.ones_like(distance)[None], -slopes[:, None] * distance
 
     def extra_repr(self) -> str:
@@ -113,30 +113,34 @@ class ScaleInvariant(_FixedTables):
     ) -> None:
         super().__init__()
         schedule.check_parameters(tau, alpha, beta)
-        lengthscale = torch.as_tensor(tau, dtype=torch.float64).detach().clone()
-        if lengthscale.dim() > 1:
-            raise ValueError(f"tau must be a number or one number for each head, got shape {tuple(lengthscale.shape)}")
-        if heads is None and lengthscale.dim() == 1:
-            heads = lengthscale.numel()
+        if isinstance(tau, Tensor) and tau.dim() > 1:
+            raise ValueError(f"tau must be a number or one number for each head, got shape {tuple(tau.shape)}")
+        values = schedule.lengthscales(tau)
+        shared = not isinstance(tau, Sequence) and not (isinstance(tau, Tensor) and tau.dim() == 1)
+        if heads is None and not shared:
+            heads = len(values)
         if heads is None and learnable:
             raise ValueError("learnable=True needs heads, the number of query heads")
         if heads is not None:
             _positive_int("heads", heads)
-            if lengthscale.numel() not in (1, heads):
-                raise ValueError(f"tau must hold one number or heads={heads} numbers, got {lengthscale.numel()}")
-            lengthscale = lengthscale.expand(heads)
+            if len(values) not in (1, heads):
+                raise ValueError(f"tau must hold one number or heads={heads} numbers, got {len(values)}")
+            values = values * heads if len(values) == 1 else values
         if learnable and beta == alpha * math.log(alpha):
             raise ValueError("beta must exceed alpha * log(alpha) with learnable=True: there a_0 = 0 has no gradient")
         self.heads, self.alpha, self.beta, self.learnable = heads, float(alpha), float(beta), bool(learnable)
+        # Plain numbers, not a tensor: a model made on the meta device, or cast to bfloat16, must not lose them.
+        self.values = values
         if learnable:
-            self.log_tau = nn.Parameter(lengthscale.log().to(torch.float32))
-        else:
-            self.fixed_tau = lengthscale.clone()
+            self.log_tau = nn.Parameter(torch.tensor(values).log())
 
     @property
     def tau(self) -> Tensor:
         """The lengthscale in tokens, float64: a scalar, or ``[heads]``."""
-        return self.log_tau.to(torch.float64).exp() if self.learnable else self.fixed_tau
+        if self.learnable:
+            return self.log_tau.to(torch.float64).exp()
+        tau = torch.tensor(self.values, dtype=torch.float64, device="cpu")
+        return tau if self.heads is not None else tau.squeeze(0)
 
     def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
         tau = self.tau.to(distance.device).reshape(-1, 1)
@@ -233,7 +237,7 @@ def alibi_slopes(heads: int) -> Tensor:
     power = 1 << (heads.bit_length() - 1)
 
     def geometric(count: int) -> Tensor:
-        return 2.0 ** (-8.0 / count * torch.arange(1, count + 1, dtype=torch.float64))
+        return 2.0 ** (-8.0 / count * torch.arange(1, count + 1, dtype=torch.float64, device="cpu"))
 
     return torch.cat([geometric(power), geometric(2 * power)[::2][: heads - power]])
 

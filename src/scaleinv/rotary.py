@@ -16,7 +16,8 @@ from torch import Tensor
 class Rotary:
     """Rotation by given frequencies.
 
-    Not an `nn.Module`: there is nothing to train or to save, and a cast of the model must not round the frequencies.
+    Not an `nn.Module`: there is nothing to train or to save. Frequencies stay on the CPU, whatever the default device, and
+    a cast of the model cannot round them.
 
     Args:
         frequencies: radians per token, ``[d/2]``; 0 leaves a channel pair alone.
@@ -79,8 +80,8 @@ class PRoPE(Rotary):
         if not 0 <= p <= 1:
             raise ValueError(f"p must lie between 0 and 1, got {p}")
         kept = round(p * dim / 2)
-        exponents = torch.arange(kept, dtype=torch.float64) / max(kept - 1, 1)
-        frequencies = torch.zeros(dim // 2, dtype=torch.float64)
+        exponents = torch.arange(kept, dtype=torch.float64, device="cpu") / max(kept - 1, 1)
+        frequencies = torch.zeros(dim // 2, dtype=torch.float64, device="cpu")
         frequencies[:kept] = float(base) ** -exponents
         super().__init__(frequencies)
         self.base, self.p = float(base), float(p)
@@ -90,7 +91,7 @@ class NoPE(Rotary):
     """No position encoding: content alone, and what the logits say of the distance."""
 
     def __init__(self) -> None:
-        super().__init__(torch.empty(0))
+        super().__init__(torch.empty(0, device="cpu"))
 
     def apply(self, x: Tensor, positions: Tensor) -> Tensor:
         """x itself."""
@@ -139,14 +140,14 @@ def yarn(rope: RoPE, length: int, train_length: int, beta_fast: float = 32.0, be
 
     low = max(math.floor(channel(beta_fast)), 0)
     high = min(math.ceil(channel(beta_slow)), rope.dim - 1)
-    pairs = torch.arange(rope.dim // 2, dtype=torch.float64)
+    pairs = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")
     slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     own = _rope_frequencies(rope.dim, rope.base)
     return Rotary(own * (1 - slowed) + own / factor * slowed, attention_factor=0.1 * math.log(factor) + 1)
 
 
 def _rope_frequencies(dim: int, base: float) -> Tensor:
-    return float(base) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return float(base) ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
 
 
 def _check(dim: int, base: float) -> None:

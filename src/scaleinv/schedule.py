@@ -12,6 +12,7 @@ the same expected share. Solving for a_t and m_t gives `coefficients`. Natural l
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,14 +27,20 @@ HEIGHT = math.exp(0.5)
 
 def check_parameters(tau: Any, alpha: float, beta: float) -> None:
     """Raise ValueError unless tau, alpha, beta are admissible: positive, finite, ``beta >= alpha log alpha``."""
-    values = torch.as_tensor(tau, dtype=torch.float64)
-    if values.numel() == 0 or not bool((torch.isfinite(values) & (values > 0)).all()):
+    values = lengthscales(tau)
+    if not values or not all(math.isfinite(value) and value > 0 for value in values):
         raise ValueError(f"tau must be positive and finite, got {tau}")
     for name, value in (("alpha", alpha), ("beta", beta)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value}")
     if beta < alpha * math.log(alpha):
         raise ValueError(f"beta must be at least alpha * log(alpha) = {alpha * math.log(alpha):.6g}, got {beta}")
+
+
+def lengthscales(tau: Any) -> list[float]:
+    """tau as plain numbers, whether it is one, a sequence or a tensor."""
+    values = tau.detach().reshape(-1).tolist() if isinstance(tau, Tensor) else tau
+    return [float(value) for value in values] if isinstance(values, Iterable) else [float(values)]
 
 
 def coefficients(
@@ -52,7 +59,7 @@ def coefficients(
     >>> round(a.item(), 6), round(abs(m.item()), 6)
     (1.0, 0.0)
     """
-    check_parameters(tau.detach() if isinstance(tau, Tensor) else tau, alpha, beta)
+    check_parameters(tau, alpha, beta)
     distance = _distances(t)
     if bool((distance < 0).any()):
         raise ValueError(f"t must not be negative, got a minimum of {distance.min().item()}")

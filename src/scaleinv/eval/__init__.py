@@ -1,5 +1,7 @@
-"""What a trained model can do."""
+"""What a trained model can do: loss by length, the comparison of all methods, generated text."""
 
+from scaleinv.eval.compare import Comparison, compare
 from scaleinv.eval.generation import generate
+from scaleinv.eval.loss import Evaluation, evaluate, parse_lengths
 
-__all__ = ["generate"]
+__all__ = ["Comparison", "Evaluation", "compare", "evaluate", "generate", "parse_lengths"]

@@ -25,6 +25,9 @@ ATTENTION = "scaleinv"
 MODEL_TYPE = "scaleinv.hf"
 """The model type in config.json; transformers' error about an unknown type names it: it is what to import."""
 
+STOCK_TYPE = "stock_model_type"
+"""Where the model's own type stands in config.json. (Not "model_type": stock classes search parts of the file for it.)"""
+
 ARCHITECTURE = "ScaleInvariant"
 """Before the names in ``architectures``, which some engines go by."""
 
@@ -37,9 +40,10 @@ class Saved:
 
     def to_json_string(self, use_diff: bool = True) -> str:
         values = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        values["scaleinv"] = {**values.get("scaleinv", {}), "model_type": values["model_type"]}
+        values["scaleinv"] = {**values.get("scaleinv", {}), STOCK_TYPE: values["model_type"]}
         values["model_type"] = MODEL_TYPE
-        values["architectures"] = [ARCHITECTURE + name for name in values.get("architectures") or []]
+        if values.get("architectures"):
+            values["architectures"] = [ARCHITECTURE + name for name in values["architectures"]]
         for part in [values, *values.values()]:
             if isinstance(part, dict) and "scaleinv" in part:
                 part["attn_implementation"] = MARKER
@@ -129,8 +133,9 @@ def restore(config_dict: dict[str, Any], **kwargs: Any) -> Any:
             "load it without that argument, and call scaleinv.hf.revert(model) for the stock model"
         )
     values = copy.deepcopy(config_dict)
-    values["model_type"] = values["scaleinv"].pop("model_type")
-    values["architectures"] = [name.removeprefix(ARCHITECTURE) for name in values.get("architectures") or []]
+    values["model_type"] = values["scaleinv"].pop(STOCK_TYPE)
+    if values.get("architectures"):
+        values["architectures"] = [name.removeprefix(ARCHITECTURE) for name in values["architectures"]]
     settings: Settings | None = None
     for part in [values, *values.values()]:
         if isinstance(part, dict) and "scaleinv" in part:

@@ -55,12 +55,14 @@ def unwrap(parameters: dict[str, Any] | None) -> None:
 def refresh(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Recompute the frequencies of all rotary modules of the model that use ``config``, in float32."""
     for module in _modules(model, config):
-        for layer_type, values in _flat(config):
-            frequencies = _initial(module, config, layer_type, values["rope_type"])
+        held = _held(module, config)
+        for layer_type, values in held:
+            compute: Any = ROPE_INIT_FUNCTIONS.get(values["rope_type"]) or module.compute_default_rope_parameters
+            frequencies = compute(config, **({} if layer_type is None else {"layer_type": layer_type}))[0]
             for name in _names(layer_type):
                 device = getattr(module, name).device
-                module.register_buffer(name, frequencies.to(device, copy=True), persistent=False)
-        types = {layer_type: values["rope_type"] for layer_type, values in _flat(config)}
+                module.register_buffer(name, frequencies.to(device, torch.float32, copy=True), persistent=False)
+        types = {layer_type: values["rope_type"] for layer_type, values in held}
         module.rope_type = types.get(None, types)
 
 
@@ -70,18 +72,19 @@ def check(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     if not modules:
         raise ValueError(f"no rotary module found in {type(model).__name__}: convert with p=None")
     for module in modules:
-        for layer_type, values in _flat(config):
-            held = getattr(module, _names(layer_type)[0], None)
+        held = _held(module, config)
+        for layer_type, values in held:
             base = values["rope_type"]
-            same = held is not None and hasattr(module, "rope_type")
-            if same and base != "dynamic":  # whose frequencies follow the last input
-                computed = _base_frequencies(base, config, layer_type)[0].to(held)
-                same = torch.equal(computed, held)
-            if not same:
-                raise ValueError(
-                    f"{type(module).__name__} does not compute its frequencies as transformers' {base!r} type does: "
-                    "convert with p=None to leave them as they are"
-                )
+            if base not in BASE_TYPES or base == "dynamic":  # `wrap` refuses; frequencies that follow the last input
+                continue
+            frequencies = getattr(module, _names(layer_type)[0])
+            if not torch.equal(_base_frequencies(base, config, layer_type)[0].to(frequencies), frequencies):
+                held = []
+        if not held:
+            raise ValueError(
+                f"{type(module).__name__} does not compute its frequencies from config.rope_parameters as other models "
+                "do: convert with p=None to leave them as they are"
+            )
 
 
 def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
@@ -117,16 +120,15 @@ def _base_frequencies(
     return (1.0 / values["rope_theta"] ** exponents).to(device), 1.0
 
 
-def _initial(module: nn.Module, config: PreTrainedConfig, layer_type: str | None, rope_type: str) -> Tensor:
-    extra = {} if layer_type is None else {"layer_type": layer_type}
-    compute: Any = ROPE_INIT_FUNCTIONS.get(rope_type) or module.compute_default_rope_parameters
-    return compute(config, **extra)[0].to(torch.float32)
-
-
 def _modules(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Any]:
     for module in model.modules():
         if getattr(module, "config", None) is config and "RotaryEmbedding" in type(module).__name__:
             yield module
+
+
+def _held(module: nn.Module, config: PreTrainedConfig) -> list[tuple[str | None, dict[str, Any]]]:
+    """`_flat`, of the layer types that occur in the model."""
+    return [(layer_type, values) for layer_type, values in _flat(config) if hasattr(module, _names(layer_type)[0])]
 
 
 def _flat(config: PreTrainedConfig) -> Iterator[tuple[str | None, dict[str, Any]]]:

@@ -76,6 +76,16 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def of_step(folder: Path, step: int) -> Path:
+    """The whole checkpoint of a step; ValueError names those there are."""
+    path = folder / f"{PREFIX}{step:06d}"
+    if not path.exists():
+        known = ", ".join(found.name.removeprefix(PREFIX).lstrip("0") for found in reversed(_found(folder))) or "none"
+        raise ValueError(f"step {step} has no checkpoint in {folder}: there are {known}")
+    _verified(path)
+    return path
+
+
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Read a checkpoint into the given tensors, in place. All ranks call it together."""
     try:

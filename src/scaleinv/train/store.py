@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scaleinv.data import Corpus, Tokenizer, load_corpus, load_tokenizer
 from scaleinv.model import GPT
+from scaleinv.train import checkpoint
 from scaleinv.train.config import TrainConfig
 from scaleinv.version import VERSION
 
@@ -59,12 +60,19 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     os.replace(temporary, folder / WEIGHTS)
 
 
-def load_model(folder: Path | str, device: str | torch.device = "cpu") -> tuple[GPT, TrainConfig]:
-    """A run's model with its newest exported weights, in evaluation mode."""
+def load_model(
+    folder: Path | str, device: str | torch.device = "cpu", step: int | None = None
+) -> tuple[GPT, TrainConfig]:
+    """A run's model in evaluation mode: with its newest exported weights, or those of the checkpoint of a step."""
     from safetensors.torch import load_file
 
     folder = Path(folder)
     config, _ = read_config(folder)
+    if step is not None:
+        path = checkpoint.of_step(folder / CHECKPOINTS, step)
+        model = GPT(config.model)
+        checkpoint.load(path, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
+        return model.to(device).eval(), config
     path = folder / WEIGHTS
     if not path.exists():
         raise ValueError(f"{folder} has no {WEIGHTS} yet: train it first (scaleinv train --resume {folder})")

@@ -1,0 +1,99 @@
+"""Factors that bring the scores of every head to a standard deviation of 1: for models that have no QK-norm.
+
+The scale-invariant logits a_t S + m_t are made for scores S of variance 1. A model without QK-norm has others, so a
+conversion without training does better with the scores of each head divided by their standard deviation:
+
+    calibration = scaleinv.analysis.calibrate(model, tokens)
+    scaleinv.hf.convert(model, calibration=calibration)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaleinv.analysis.scores import ScoreStatistics, score_statistics
+from scaleinv.version import VERSION
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibration(Mapping[int, Tensor]):
+    """A factor of the scores for each layer and head; also a mapping from the layer to its factors ``[heads]``."""
+
+    name: str
+    """The model."""
+    layers: tuple[int, ...]
+    """The layers that have attention, as the model numbers them."""
+    scale: Tensor
+    """The factors, float64 ``[layers, heads]``."""
+
+    def __post_init__(self) -> None:
+        if self.scale.dim() != 2 or self.scale.shape[0] != len(self.layers):
+            raise ValueError(f"scale must have shape [{len(self.layers)}, heads], got {list(self.scale.shape)}")
+        if not bool((self.scale.isfinite() & (self.scale > 0)).all()):
+            raise ValueError("scale must be positive and finite")
+
+    @classmethod
+    def of(cls, scores: ScoreStatistics) -> Calibration:
+        """From statistics that are there already. A head whose scores are all alike keeps 1, with a warning."""
+        deviation = scores.rotary.variance.sqrt()
+        flat = ~(deviation > 1e-8)
+        if bool(flat.any()):
+            logger.warning("%s: the scores do not vary in %d heads, which keep a factor of 1", scores.name, int(flat.sum()))
+        return cls(scores.name, scores.layers, torch.where(flat, 1.0, 1 / deviation))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as JSON."""
+        values = {
+            "kind": "scaleinv calibration",
+            "version": VERSION,
+            "model": self.name,
+            "layers": list(self.layers),
+            "scale": self.scale.tolist(),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """What `save` wrote."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            scale = torch.tensor(values["scale"], dtype=torch.float64)
+            return cls(values["model"], tuple(values["layers"]), scale)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"path {os.fspath(path)!r} holds no calibration: {error!r}") from error
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self.layers:
+            raise KeyError(layer)
+        return self.scale[self.layers.index(layer)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def calibrate(
+    model: nn.Module, tokens: Tensor | Sequence[int], length: int | None = None, **options: Any
+) -> Calibration:
+    """The factor for each head that would make the standard deviation of its scores 1, measured on a text.
+
+    Scores are those before the logit transform, with the rotary that the model has at the moment; a factor that a
+    conversion already applies does not count. ``length`` and ``options`` are those of `score_statistics`.
+    """
+    return Calibration.of(score_statistics(model, tokens, length, **options))

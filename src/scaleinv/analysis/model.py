@@ -1,0 +1,234 @@
+"""Where a model's attention goes, on real text: the quantities of figure 1, for every layer and head.
+
+The queries are a sample from the last eighth of each window, so that all of them see almost the whole context. The
+first token is an attention sink and an outlier: its share is reported apart, and everything else is about the
+distribution over the other keys, renormalised.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from scaleinv.analysis.capture import Layer, blocks_of, capture, model_name, windows_of
+from scaleinv.analysis.figures import Progress, save_data
+from scaleinv.analysis.ranges import Range, range_sums
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthStatistics:
+    """One context length N: means over queries and windows, float64 ``[layers, heads]``. Entropies are in nats.
+
+    A quantity of keys that no query sees (behind a sliding window) is NaN, its share 0.
+    """
+
+    length: int
+    windows: int
+    queries: int
+    """In each window."""
+    entropy: Tensor
+    """Of the whole distribution."""
+    far_entropy: Tensor
+    """Inside the farthest range, [N/ratio, N)."""
+    recent_share: Tensor
+    """Attention on the most recent tokens, of 1."""
+    sink_share: Tensor
+    """What the first token takes (and a learned sink, where the model has one) of all attention, itself included."""
+    ranges: tuple[Range, ...]
+    """R ranges of distances: the token itself, then decades."""
+    range_share: Tensor
+    """``[layers, heads, R]``: attention on each range; they sum to 1."""
+    range_entropy: Tensor
+    """``[layers, heads, R]``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStatistics:
+    """A model at several context lengths; `model_statistics` makes it."""
+
+    file: ClassVar[str] = "attention"
+    name: str
+    layers: tuple[int, ...]
+    """The layers that have attention, as the model numbers them."""
+    lengths: tuple[LengthStatistics, ...]
+    ratio: int
+    recent: int
+
+    def at(self, length: int) -> LengthStatistics:
+        """The statistics at one context length."""
+        found = {entry.length: entry for entry in self.lengths}
+        if length not in found:
+            raise ValueError(f"length must be one of {', '.join(map(str, found))}, got {length}")
+        return found[length]
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write ``attention.csv``, a line for each length, layer, head and range, and ``attention.json``."""
+        return save_data(folder, self.file, self._rows(), listed(self))
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for entry in self.lengths:
+            for row, layer in enumerate(self.layers):
+                for head in range(entry.entropy.shape[1]):
+                    at = (row, head)
+                    head_of = {"model": self.name, "length": entry.length, "layer": layer, "head": head}
+                    for name, start, stop, share, entropy in (
+                        ("whole", 0, entry.length, 1.0, entry.entropy[at].item()),
+                        ("far", entry.length // self.ratio, entry.length, None, entry.far_entropy[at].item()),
+                        ("recent", 0, self.recent, entry.recent_share[at].item(), None),
+                        *(
+                            ("decade", *pair, share, entropy)
+                            for pair, share, entropy in zip(
+                                entry.ranges,
+                                entry.range_share[at].tolist(),
+                                entry.range_entropy[at].tolist(),
+                                strict=True,
+                            )
+                        ),
+                        ("first token", None, None, entry.sink_share[at].item(), None),
+                    ):
+                        values = {"start": start, "stop": stop, "share": share, "entropy": entropy}
+                        yield {**head_of, "range": name, **values}
+
+
+def model_statistics(
+    model: nn.Module,
+    tokens: Tensor | Sequence[int],
+    lengths: Sequence[int],
+    *,
+    name: str | None = None,
+    windows: int = 4,
+    queries: int = 64,
+    recent: int = 100,
+    ratio: int = 10,
+    bos: int | None = None,
+    block: int | None = None,
+    progress: Progress | None = None,
+) -> ModelStatistics:
+    """Entropies and shares of a model's attention on real text, at several context lengths.
+
+    Args:
+        model: our `GPT` (its own logit transform is used) or a Hugging Face causal language model, converted or not.
+        tokens: a text, ``[T]``; every length takes its first windows.
+        lengths: context lengths N in tokens, above ``recent``.
+        name: for legends and files; None for the model's method or path.
+        windows: windows at each length, or as many as the text has.
+        queries: positions in each window, spread evenly over its last eighth.
+        bos: a token to put before each window, for models that always saw one there.
+        block: queries at a time; None for what keeps memory small.
+        progress: called with one line of text before each window.
+
+    >>> from scaleinv.model import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(layers=1, width=32, heads=2, method="nope"))
+    >>> found = model_statistics(model, torch.arange(256) % 7, [128, 256]).at(256)
+    >>> found.ranges
+    ((0, 1), (1, 10), (10, 100), (100, 256))
+    >>> found.entropy.shape
+    torch.Size([1, 2])
+    """
+    if not lengths or min(lengths) <= recent:
+        raise ValueError(f"lengths must exceed recent={recent}, got {list(lengths)}")
+    if queries < 1:
+        raise ValueError(f"queries must be at least 1, got {queries}")
+    name = name or model_name(model)
+    layers: tuple[int, ...] = ()
+    entries = []
+    for length in lengths:
+        texts = list(windows_of(tokens, length, windows, bos))
+        positions = last_positions(length, queries)
+        decades = tuple(_decades(length))
+        ranges = [(0, length), (length // ratio, length), (0, recent), *decades]
+        collected: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+
+        def consume(
+            layer: Layer,
+            positions: Tensor = positions,
+            ranges: list[Range] = ranges,
+            collected: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = collected,
+        ) -> None:
+            for part in blocks_of(positions, layer, block):
+                collected.setdefault(layer.index, []).append(_measure(layer, part, ranges))
+
+        for number, text in enumerate(texts, 1):
+            if progress:
+                progress(f"attention: {name}, {length:,} tokens, window {number} of {len(texts)}")
+            capture(model, text, consume)
+        layers = _layers(collected, name)
+        means = [_stack([_mean(collected[layer], item) for layer in layers]) for item in range(3)]
+        entropy, share, sink = means  # [layers, heads, 3 + decades], the same, [layers, heads]
+        entries.append(
+            LengthStatistics(
+                length=length,
+                windows=len(texts),
+                queries=positions.numel(),
+                entropy=entropy[..., 0],
+                far_entropy=entropy[..., 1],
+                recent_share=share[..., 2],
+                sink_share=sink,
+                ranges=decades,
+                range_share=share[..., 3:],
+                range_entropy=entropy[..., 3:],
+            )
+        )
+    return ModelStatistics(name, layers, tuple(entries), ratio, recent)
+
+
+def last_positions(length: int, count: int) -> Tensor:
+    """Up to ``count`` positions, spread evenly over the last eighth of ``length`` tokens, the very last included."""
+    first = length - max(length // 8, 1)
+    return torch.linspace(first, length - 1, min(count, length - first), dtype=torch.float64).round().to(torch.int64)
+
+
+def listed(content: Any) -> Any:
+    """A dataclass with its tensors as lists, in its fields and in those of dataclasses inside, for `save_data`."""
+    if isinstance(content, Tensor):
+        return content.tolist()
+    if isinstance(content, tuple):
+        return tuple(map(listed, content))
+    if not dataclasses.is_dataclass(content) or isinstance(content, type):
+        return content
+    values = {field.name: listed(getattr(content, field.name)) for field in dataclasses.fields(content)}
+    return dataclasses.replace(content, **values)
+
+
+def _measure(layer: Layer, positions: Tensor, ranges: list[Range]) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropy and share ``[H, queries, ranges]`` and the sinks' share ``[H, queries]``."""
+    logits = layer.logits(positions)
+    first = positions[:, None].expand(*logits.shape[:3], 1)  # the first token's distance is the position
+    sink = logits.gather(-1, first)[..., 0]
+    sums = range_sums(logits.scatter_(-1, first, -torch.inf), ranges)
+    if layer.sinks is not None:
+        sink = torch.logaddexp(sink, layer.sinks.to(sink)[:, None])
+    sink_share = torch.sigmoid(sink - sums.log_total[..., 0])
+    found = (sums.entropy, sums.share(0), sink_share)
+    entropy, share, taken = (values.transpose(0, 1).flatten(1, 2).cpu() for values in found)
+    return entropy, share, taken
+
+
+def _mean(parts: list[tuple[Tensor, Tensor, Tensor]], item: int) -> Tensor:
+    """Over the queries; one that sees nothing of a range does not count."""
+    return torch.cat([part[item] for part in parts], dim=1).nanmean(1)
+
+
+def _decades(length: int) -> Iterator[Range]:
+    yield 0, 1
+    start = 1
+    while start < length:
+        yield start, min(10 * start, length)
+        start *= 10
+
+
+def _layers(collected: dict[int, Any], name: str) -> tuple[int, ...]:
+    if not collected:
+        raise ValueError(f"model {name} has no layer with softmax attention")
+    return tuple(sorted(collected))
+
+
+def _stack(rows: list[Tensor]) -> Tensor:
+    if len({row.shape for row in rows}) > 1:
+        raise ValueError(f"model must have the same number of heads in all layers, got {[row.shape[0] for row in rows]}")
+    return torch.stack(rows)

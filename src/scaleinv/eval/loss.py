@@ -1,0 +1,92 @@
+"""Validation loss of a trained run at any context length, on the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaleinv import methods
+from scaleinv.train.store import load_model, run_corpus, write_text
+from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
+
+TOKENS = 524_288
+"""Validation tokens unless told otherwise: half a million give ±0.005 nats on English bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A row's losses by length; lengths are labelled as they were asked for ("4x", or tokens)."""
+
+    row: str
+    seed: int
+    model: str
+    """The row the model was trained as."""
+    train_length: int
+    lengths: dict[str, LengthLoss]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def save(self, folder: Path) -> Path:
+        """Write ``<row>-seed<n>.json``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.row}-seed{self.seed}.json"
+        write_text(path, json.dumps(self.to_json(), indent=1))
+        return path
+
+
+def parse_lengths(text: str | Sequence[str], train_length: int) -> dict[str, int]:
+    """``"1x,4x,1000"`` as tokens: multiples of the training length, or counts."""
+    lengths = {}
+    for label in text.split(",") if isinstance(text, str) else text:
+        label = label.strip().lower()
+        number = label.removesuffix("x")
+        if not number.isdigit() or int(number) < 1:
+            raise ValueError(f"lengths must be multiples like 4x or counts of tokens, got {label!r}")
+        lengths[label] = int(number) * (train_length if label.endswith("x") else 1)
+    return lengths
+
+
+def evaluate(
+    run: Path | str,
+    lengths: str = "1x,4x,16x",
+    *,
+    rows: Sequence[str] | None = None,
+    tokens: int = TOKENS,
+    step: int | None = None,
+    device: str = "cpu",
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Evaluation]:
+    """Loss of a run by length, for the row it was trained as or for others that its model serves.
+
+    Args:
+        rows: for a RoPE-trained model also "rope+ntk" or "yarn"; None for its own.
+        tokens: at most so many of the held-out tokens, rounded down so that every length divides them.
+        step: a checkpoint by its step; None for the newest weights.
+        progress: takes lines of text.
+    """
+    model, config = load_model(run, device, step)
+    named = parse_lengths(lengths, config.model.train_length)
+    data = run_corpus(config).val
+    count = usable_tokens(data.total, tokens, list(named.values()))
+    trained_as = methods.row(config.model.method).trained_as or config.model.method
+    results = []
+    for row in rows or [config.model.method]:
+        model.use_method(row)
+        found = {}
+        for label, length in named.items():
+
+            def show(done: int, total: int, row: str = row, label: str = label) -> None:
+                progress(f"step {done}/{total} windows  {row} at {label}")
+
+            found[label] = loss_at_length(
+                model, data, length, count, document_masks=config.document_masks, progress=show
+            )
+            spread = found[label].stderr
+            error = f" ± {spread:.4f}" if spread is not None else ""
+            progress(f"{row} at {label} ({length:,} tokens): {found[label].mean:.4f}{error}")
+        results.append(Evaluation(row, config.seed, trained_as, config.model.train_length, found))
+    return results

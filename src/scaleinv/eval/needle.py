@@ -1,0 +1,280 @@
+"""Needle in a haystack (arXiv 2505.17083): fine-tune a run on the task, then ask it at any length and depth.
+
+`run_needle` does all of it and goes on where it was stopped; `evaluate` is the second half, for any model. The task is
+in `needle_task`, fine-tuning in `needle_train`, decoding in `needle_decode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scaleinv import methods
+from scaleinv.data import TokenData, Tokenizer
+from scaleinv.eval.loss import parse_lengths
+from scaleinv.eval.needle_decode import read_samples
+from scaleinv.eval.needle_task import NeedleTask, make_sample
+from scaleinv.eval.needle_train import NeedleTraining, autocast, digest, finetune
+from scaleinv.model import GPT, PRESETS, GPTConfig
+from scaleinv.train import store
+
+SAMPLES = 100
+"""Samples at each length."""
+DEPTHS = 10
+"""Bins of the needles' depths."""
+SUMMARY = "summary.json"
+_Z95 = 1.959963984540054  # of the standard normal, two-sided 95 %
+
+Say = Callable[[str], None]
+Record = dict[str, Any]
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """Wilson's 95 % interval for a proportion.
+
+    >>> low, high = wilson(9, 10)
+    >>> f"{low:.3f} {high:.3f}"
+    '0.596 0.982'
+    """
+    if total < 1 or not 0 <= right <= total:
+        raise ValueError(f"right must lie in 0 … total, and total be positive, got {right} of {total}")
+    share, z2 = right / total, _Z95**2
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = _Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
+    # The formula gives exactly 0 and 1 at the ends, but for rounding.
+    return (0.0 if right == 0 else middle - half), (1.0 if right == total else middle + half)
+
+
+def evaluate(
+    model: GPT,
+    data: TokenData,
+    tokenizer: Tokenizer,
+    task: NeedleTask,
+    lengths: Mapping[str, int],
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    records: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    batch_tokens: int = 16_384,
+    depths: int = DEPTHS,
+    progress: Say = lambda text: None,
+) -> dict[str, dict[str, Any]]:
+    """Accuracy by length and depth: ``{"1x": {"accuracy", "low", "high", "depths", …}, …}``.
+
+    Accuracy is over needles, each right if the greedy answer has its city and its number; low and high are Wilson's
+    95 % interval. ``token_accuracy`` and ``answer_loss`` (nats a token) are of the right answer, teacher-forced.
+
+    Args:
+        data: held-out text for the haystacks.
+        lengths: tokens in a sample, by label.
+        samples: at each length.
+        records: a JSON Lines file, one line a sample; samples that it has already are not asked again.
+        settings: what the records depend on besides the task and the seed; a file made with others is refused.
+        batch_tokens: tokens read at a time, unless a single sample is longer.
+        depths: bins of equal size; those without a needle are left out.
+        progress: takes lines of text.
+    """
+    for name, value in (("samples", samples), ("batch_tokens", batch_tokens), ("depths", depths)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if not lengths:
+        raise ValueError("lengths must name at least one length, got none")
+    head = {"task": dataclasses.asdict(dataclasses.replace(task, length=1)), "seed": seed, **(settings or {})}
+    done = _open_records(records, head) if records is not None else {}
+    was_training = model.training
+    model.eval()
+    results = {}
+    for label, length in lengths.items():
+        sized = task.at(length)
+        batch = max(1, batch_tokens // length)
+        for start in range(0, samples, batch):
+            missing = [i for i in range(start, min(start + batch, samples)) if (length, i) not in done]
+            if missing:
+                made = _ask(model, data, tokenizer, sized, seed, missing)
+                done.update({(length, record["index"]): record for record in made})
+                if records is not None:
+                    with records.open("a") as file:
+                        file.write("".join(json.dumps(record) + "\n" for record in made))
+            progress(f"step {min(start + batch, samples)}/{samples} samples  needle at {label}")
+        results[label] = summarize([done[length, index] for index in range(samples)], depths)
+    model.train(was_training)
+    return results
+
+
+def _ask(
+    model: GPT, data: TokenData, tokenizer: Tokenizer, task: NeedleTask, seed: int, indices: Sequence[int]
+) -> list[Record]:
+    chosen = [make_sample(task, data, tokenizer, seed=seed, index=index) for index in indices]
+    with autocast(next(model.parameters()).device):
+        readings = read_samples(model, chosen, task, tokenizer)
+    return [
+        {
+            "length": task.length,
+            "index": sample.index,
+            "depths": [needle.depth for needle in sample.needles],
+            "answer": sample.answer,
+            "text": reading.text,
+            "correct": reading.correct,
+            "tokens": reading.tokens,
+            "tokens_right": reading.tokens_right,
+            "loss": reading.loss,
+        }
+        for sample, reading in zip(chosen, readings, strict=True)
+    ]
+
+
+def summarize(records: Sequence[Record], depths: int = DEPTHS) -> dict[str, Any]:
+    """Accuracies of samples of one length, whole and by depth."""
+    tokens = sum(record["tokens"] for record in records)
+    needles = [pair for record in records for pair in zip(record["depths"], record["correct"], strict=True)]
+    bins: list[list[bool]] = [[] for _ in range(depths)]
+    for depth, correct in needles:
+        bins[min(int(depth * depths), depths - 1)].append(correct)
+    return {
+        "length": records[0]["length"],
+        **_accuracy(correct for _, correct in needles),
+        "samples": len(records),
+        "token_accuracy": sum(record["tokens_right"] for record in records) / tokens,
+        "answer_loss": sum(record["loss"] * record["tokens"] for record in records) / tokens,
+        "depths": [
+            {"from": i / depths, "to": (i + 1) / depths, **_accuracy(found), "needles": len(found)}
+            for i, found in enumerate(bins)
+            if found
+        ],
+    }
+
+
+def _accuracy(correct: Iterable[bool]) -> dict[str, float]:
+    outcomes = list(correct)
+    low, high = wilson(sum(outcomes), len(outcomes))
+    return {"accuracy": sum(outcomes) / len(outcomes), "low": low, "high": high}
+
+
+def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], Record]:
+    """What a file of records has already, by length and index; its first line says what made it."""
+    head = json.loads(json.dumps(head))
+    lines = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:  # what a killed run left half written
+                continue
+    if lines and lines[0] != {"settings": head}:
+        raise ValueError(f"records {path} were made with other settings: delete the file, or choose another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = lines[1:]
+    store.write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
+    return {(record["length"], record["index"]): record for record in kept}
+
+
+def default_task(config: GPTConfig) -> tuple[NeedleTask, NeedleTraining]:
+    """What a model is asked unless told otherwise: the paper's task, or for the mini preset one that it can learn."""
+    mini = PRESETS["mini"]
+    small = all(getattr(config, name) == getattr(mini, name) for name in ("layers", "width", "heads"))
+    if small:
+        return NeedleTask.mini().at(config.train_length), NeedleTraining.mini()
+    return NeedleTask(length=config.train_length), NeedleTraining()
+
+
+def run_needle(
+    run: Path | str,
+    lengths: str | Sequence[str] = ("1x", "4x", "16x"),
+    out: Path | None = None,
+    *,
+    rows: Sequence[str] | None = None,
+    task: NeedleTask | None = None,
+    training: NeedleTraining | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: str = "cpu",
+    summary: bool = True,
+    progress: Say = lambda text: None,
+) -> dict[str, dict[str, Any]]:
+    """Fine-tune a run on the needle task at its training length, then ask it at each length; results by row.
+
+    Writes ``out/needle/<row>.json`` (the result), ``<row>.jsonl`` (every sample) and ``models/`` (what was fine-tuned).
+    Stopped at any moment, the same call goes on where it was.
+
+    Args:
+        lengths: multiples of the training length ("4x") or tokens.
+        out: None for the run's own folder.
+        rows: for a RoPE-trained model also "rope+ntk" or "yarn"; None for the row it was trained as.
+        task, training: None for `default_task`; the task's own length is that of fine-tuning.
+        samples: at each length.
+        seed: of the samples.
+        summary: also enter the accuracies in ``out/summary.json``.
+        progress: takes lines of text.
+    """
+    run = Path(run)
+    folder = (run if out is None else Path(out)) / "needle"
+    config, _ = store.read_config(run)
+    trained_as = methods.row(config.model.method).trained_as or config.model.method
+    rows = list(rows) if rows else [config.model.method]
+    for row in rows:
+        if (methods.row(row).trained_as or row) != trained_as:
+            raise ValueError(f"rows must be served by a model trained as {trained_as!r}, got {row!r}")
+    named = parse_lengths(lengths, config.model.train_length)
+    usual_task, usual_training = default_task(config.model)
+    task, training = task or usual_task, training or usual_training
+    corpus = store.run_corpus(config)
+    for length in named.values():  # a length that cannot be made is found out before the fine-tuning
+        make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
+    finetuned = folder / "models" / f"{trained_as}-seed{config.seed}"
+    finetune(run, finetuned, task, training, corpus=corpus, device=device, say=progress)
+    model, _ = store.load_model(finetuned, device)
+    results = {}
+    for row in rows:
+        model.use_method(row)
+        found = evaluate(
+            model,
+            corpus.val,
+            corpus.tokenizer,
+            task,
+            named,
+            samples=samples,
+            seed=seed,
+            records=folder / f"{row}.jsonl",
+            settings={"row": row, "weights": digest(finetuned / store.WEIGHTS), "corpus": corpus.sha256},
+            batch_tokens=65_536 if torch.device(device).type == "cuda" else 16_384,
+            progress=progress,
+        )
+        results[row] = {
+            "row": row,
+            "seed": config.seed,
+            "settings": {
+                "train_length": config.model.train_length,
+                "task": dataclasses.asdict(task),
+                "training": dataclasses.asdict(training),
+                "samples_seed": seed,
+                "corpus": corpus.description,
+            },
+            "lengths": found,
+        }
+        store.write_text(folder / f"{row}.json", json.dumps(results[row], indent=1, ensure_ascii=False))
+        for label, at in found.items():
+            progress(f"{row} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
+    if summary:
+        write_summary(folder.parent, results)
+    return results
+
+
+def write_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
+    """Enter results in a folder's summary.json, beside what is there: the accuracies of each row by length."""
+    path = folder / SUMMARY
+    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"loss": {}, "needle": {}, "settings": {}}
+    for row, result in results.items():
+        values.setdefault("needle", {})[row] = {
+            label: {name: at[name] for name in ("accuracy", "low", "high", "samples")}
+            for label, at in result["lengths"].items()
+        }
+        values.setdefault("settings", {})["needle"] = result["settings"]
+    store.write_text(path, json.dumps(values, indent=1, ensure_ascii=False))
+    return path

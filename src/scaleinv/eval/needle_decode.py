@@ -1,0 +1,122 @@
+"""What a model answers: the likeliest token each time, and how it judges the right answer.
+
+Greedy decoding says the right answer exactly where the likeliest token is right at every place of it, so one pass over
+the whole sample settles most of them. Only where a token is wrong and needles are still open does the model go on from
+its own mistake, with the haystack's keys and values that the first pass left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from scaleinv.data import Tokenizer
+from scaleinv.eval.needle_task import NeedleTask, Sample, decided, longest_answer, score, stack
+from scaleinv.model import GPT, KVCache
+from scaleinv.model.cache import InfiniState
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One sample as the model reads it."""
+
+    text: str
+    """What it answers, decoded greedily as far as is needed to judge it."""
+    correct: list[bool]
+    """Of each needle: city and number right."""
+    tokens: int
+    """Tokens of the right answer,"""
+    tokens_right: int
+    """how many of them are the likeliest after what precedes them,"""
+    loss: float
+    """and their mean loss in nats."""
+
+
+@torch.no_grad()
+def read_samples(model: GPT, samples: Sequence[Sample], task: NeedleTask, tokenizer: Tokenizer) -> list[Reading]:
+    """Read samples of one length, all at once; memory is linear in their length."""
+    device = next(model.parameters()).device
+    tokens, mask = (x.to(device) for x in stack(samples))
+    # The shortest prompt, but for its last token, is common to all: the cache is filled with it, then the rest is run.
+    start = min(sample.answer_start for sample in samples) - 1
+    cache = KVCache(context_length=tokens.shape[1])
+    if start:
+        model.hidden(tokens[:, :start], cache=cache)
+    memory = dict(cache.infini)
+    logits = model.output(model.hidden(tokens[:, start:-1], cache=cache)).float()  # [B, n, V], of tokens start + 1 …
+    targets, asked = tokens[:, start + 1 :].clone(), mask[:, start + 1 :]
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * asked
+    likeliest = logits[..., : tokenizer.vocab_size].argmax(-1)
+    wrong = asked & (likeliest != targets)
+    texts, open_rows, known = [], [], []
+    for row, sample in enumerate(samples):
+        text = sample.answer
+        if wrong[row].any():
+            place = start + 1 + int(wrong[row].int().argmax())  # of the first wrong token
+            tokens[row, place] = likeliest[row, place - start - 1]
+            text = tokenizer.decode(tokens[row, sample.answer_start : place + 1].tolist())
+            if not decided(text, sample):
+                open_rows.append(row)
+                known.append(place + 1)
+        texts.append(text)
+    if open_rows:
+        rows = torch.tensor(open_rows, device=device)
+        past = _fork(cache, rows, start, memory)
+        asking = [samples[row] for row in open_rows]
+        for row, text in zip(open_rows, _go_on(model, past, tokens[rows], known, asking, task, tokenizer), strict=True):
+            texts[row] = text
+    counts, right, total = asked.sum(1), (asked & ~wrong).sum(1), losses.sum(1, dtype=torch.float64)
+    return [
+        Reading(text, score(text, sample), int(counts[row]), int(right[row]), float(total[row] / counts[row]))
+        for row, (text, sample) in enumerate(zip(texts, samples, strict=True))
+    ]
+
+
+def _go_on(
+    model: GPT,
+    cache: KVCache,
+    tokens: Tensor,  # [B, N]
+    known: list[int],
+    samples: Sequence[Sample],
+    task: NeedleTask,
+    tokenizer: Tokenizer,
+) -> list[str]:
+    """Greedy answers, where the first ``known[row]`` tokens of each row are given; the cache holds a part of them."""
+    room = max(sample.answer_start for sample in samples) + longest_answer(task, tokenizer)
+    tokens = F.pad(tokens, (0, max(0, room - tokens.shape[1])))
+    starts = [sample.answer_start for sample in samples]
+
+    def answers(stop: int) -> list[str]:
+        ends = [max(stop, given) for given in known]
+        return [tokenizer.decode(row[a:b].tolist()) for row, a, b in zip(tokens, starts, ends, strict=True)]
+
+    given = torch.tensor(known, device=tokens.device)
+    place = min(known)
+    texts = answers(place)
+    while place < room and not all(decided(text, sample) for text, sample in zip(texts, samples, strict=True)):
+        logits = model.output(model.hidden(tokens[:, cache.length : place], cache=cache)[:, -1])
+        choice = logits[:, : tokenizer.vocab_size].argmax(-1)
+        tokens[:, place] = torch.where(given > place, tokens[:, place], choice)
+        place += 1
+        texts = answers(place)
+    return texts
+
+
+def _fork(cache: KVCache, rows: Tensor, length: int, memory: dict[int, InfiniState]) -> KVCache:
+    """The cache as it was after ``length`` tokens, for some rows of the batch."""
+    past = KVCache(context_length=cache.context_length)
+    past.length = length
+    past.tokens = None if cache.tokens is None else cache.tokens[rows, :length]
+    if length:
+        past.layers = {
+            layer: (key[rows, :, :length], value[rows, :, :length]) for layer, (key, value) in cache.layers.items()
+        }
+    past.infini = {
+        layer: InfiniState(*(getattr(state, field.name)[rows] for field in dataclasses.fields(state)))
+        for layer, state in memory.items()
+    }
+    return past

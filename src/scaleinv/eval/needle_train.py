@@ -1,0 +1,193 @@
+"""Fine-tuning on the needle task: the pretraining optimisers, and a loss on the answers only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from scaleinv.data import Corpus
+from scaleinv.eval.needle_task import NeedleTask, make_sample, stack
+from scaleinv.model import GPT
+from scaleinv.train import Diverged, TrainConfig, checkpoint, store
+from scaleinv.train.logs import Metrics, Progress
+from scaleinv.train.optim import build_optimizers, set_rates, state_tensors
+
+SETTINGS = "needle.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleTraining:
+    """How to fine-tune. The defaults are the paper's; `mini` suits `NeedleTask.mini`."""
+
+    steps: int = 300
+    warmup: int = 100
+    """Steps over which the learning rates rise from 0."""
+    decay: int = 100
+    """Steps over which they fall to 0 at the end; between the two they are constant."""
+    sequences: int = 64
+    """Samples in an optimiser step."""
+    rate: float = 1.0
+    """Factor on the learning rates of pretraining."""
+    seed: int = 0
+    checkpoint_every: int = 25
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequences", "checkpoint_every", "log_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("warmup", "decay", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an integer and not negative, got {value!r}")
+        if self.warmup + self.decay > self.steps:
+            raise ValueError(
+                f"warmup and decay must fit into steps={self.steps}, got {self.warmup} and {self.decay} steps"
+            )
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise ValueError(f"rate must be positive and finite, got {self.rate}")
+
+    @classmethod
+    def mini(cls) -> NeedleTraining:
+        """For `NeedleTask.mini`: see docs/needle.md for what was tried."""
+        return cls(steps=300, warmup=30, decay=100, sequences=16)
+
+    def learning_rate(self, step: int) -> float:
+        """Factor on every learning rate at a step, counted from 0."""
+        rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        falling = min(1.0, (self.steps - step) / self.decay) if self.decay else 1.0
+        return self.rate * min(rising, falling)
+
+
+def finetune(
+    run: Path | str,
+    out: Path | str,
+    task: NeedleTask,
+    training: NeedleTraining | None = None,
+    *,
+    corpus: Corpus | None = None,
+    device: str | torch.device = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Fine-tune a run's newest weights on the task; returns ``out``, a folder that `load_model` reads.
+
+    Stopped at any moment, the same call goes on from the last checkpoint with the same steps as if it had not been;
+    finished, it returns at once. Another run, task or training in the same folder is refused.
+
+    Args:
+        corpus: the run's own, if it has been loaded already.
+        say: takes progress, line by line.
+    """
+    training = training or NeedleTraining()
+    run, out = Path(run), Path(out)
+    model, config = store.load_model(run, device)
+    corpus = corpus or store.run_corpus(config)
+    settings = {
+        "weights": digest(run / store.WEIGHTS),
+        "task": dataclasses.asdict(task),
+        "training": {k: v for k, v in dataclasses.asdict(training).items() if not k.endswith("_every")},
+    }
+    _claim(out, settings)
+    checkpoints = out / store.CHECKPOINTS
+    optimizers = build_optimizers(model, config)
+    tensors = state_tensors(model, optimizers)
+    found = checkpoint.newest(checkpoints)
+    step = 0
+    if found is not None:
+        checkpoint.load(found[0], tensors)
+        step = found[1]["step"]
+    if step == training.steps and (out / store.WEIGHTS).exists():
+        return out
+    if step:
+        say(f"resuming {out} at step {step}")
+    store.write_config(out, dataclasses.replace(config, out=str(out)), corpus)
+    (out / store.TOKENIZER).mkdir(exist_ok=True)
+    corpus.tokenizer.save(out / store.TOKENIZER)
+    metrics = Metrics(out, step, settings, None)
+    progress = Progress(training.steps, step, training.sequences * task.length, say, training.log_every)
+    model.train()
+    try:
+        while step < training.steps:
+            factor = training.learning_rate(step)
+            set_rates(optimizers, factor)
+            loss, right = _step(model, config, corpus, task, training, step)
+            if not math.isfinite(loss):
+                raise Diverged(f"loss became {loss} at step {step + 1} of fine-tuning: lower rate={training.rate}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            progress.show(step, loss, factor)
+            metrics.write({"step": step, "loss": loss, "token_accuracy": right, "lr": factor * config.lr_matrices})
+            if step % training.checkpoint_every == 0 or step == training.steps:
+                checkpoint.save(checkpoints, step, tensors, {"needle": True}, keep=1)
+    finally:
+        metrics.close()
+    weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
+    store.write_weights(out, checkpoint.to_cpu(weights))
+    return out
+
+
+def answer_logits(model: GPT, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits ``[n, vocabulary]`` (float32) for the masked tokens of ``tokens [B, N]``, and those tokens ``[n]``."""
+    hidden = model.hidden(tokens[:, :-1])[mask[:, 1:]]
+    return model.output(hidden).float(), tokens[:, 1:][mask[:, 1:]]
+
+
+def _step(
+    model: GPT, config: TrainConfig, corpus: Corpus, task: NeedleTask, training: NeedleTraining, step: int
+) -> tuple[float, float]:
+    """Gradients of one step; the mean loss of its answers' tokens in nats, and how many of them were the likeliest."""
+    first = step * training.sequences
+    samples = [
+        make_sample(task, corpus.train, corpus.tokenizer, seed=training.seed, index=first + row, split="train")
+        for row in range(training.sequences)
+    ]
+    tokens, mask = stack(samples)
+    device = next(model.parameters()).device
+    limit = config.micro_tokens or (65_536 if device.type == "cuda" else 16_384)
+    rows = max(1, limit // task.length)
+    count = int(mask.sum())
+    loss = torch.zeros((), device=device)
+    right = torch.zeros((), device=device)
+    for part, where in zip(tokens.to(device).split(rows), mask.to(device).split(rows), strict=True):
+        with autocast(device):
+            logits, targets = answer_logits(model, part, where)
+        piece = F.cross_entropy(logits, targets, reduction="sum") / count
+        piece.backward()
+        loss += piece.detach()
+        right += (logits.detach().argmax(-1) == targets).sum() / count
+    return loss.item(), right.item()
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _claim(out: Path, settings: dict[str, Any]) -> None:
+    """Note what is fine-tuned in a folder, or refuse one where it is something else."""
+    store.check_writable(out)
+    path = out / SETTINGS
+    text = json.dumps(settings, indent=1)
+    if not path.exists():
+        if (out / store.CONFIG).exists():
+            raise ValueError(f"out {out} already holds a run: choose another folder")
+        store.write_text(path, text)
+    elif json.loads(path.read_text()) != json.loads(text):
+        raise ValueError(f"out {out} holds a fine-tuning of another run, task or training (see {path}): choose another")
+    checkpoint.remove_partial(out / store.CHECKPOINTS)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,394 @@
+"""The charts of a comparison: made from the files of a results folder, and drawn as PNG and SVG.
+
+A `Chart` says what to show; `draw` shows it with matplotlib, and ``report.js`` in the browser, from the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scaleinv.analysis.figures import save_data
+from scaleinv.plots import style
+from scaleinv.plots import tables as t
+from scaleinv.plots.tables import Estimate, Estimates
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LOSS = "loss (nats per token)"
+FOUND = "share of needles found"
+
+OTHERS = ("#EE3377", "#009988", "#CC3311", "#33BBEE", "#BBBBBB")
+"""For what `style` has no colour for: the rest of Paul Tol's "vibrant" scheme."""
+
+HEAT = ("#F2F6FA", "#08306B")
+"""The ends of the heat-maps' scale: no needle found, all found."""
+
+MARKED = 40
+"""Curves of more points than this have no markers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A value, the interval it lies in, and what x stands for where the number alone does not say it."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    label: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    look: style.Look
+    points: tuple[Point, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    title: str
+    series: tuple[Series, ...]
+    mark: float | None = None
+    """Where on the x axis the training length is."""
+    settled: float | None = None
+    """Points before this x do not count for the range of the y axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    name: str
+    title: str
+    caption: str
+    x_label: str
+    y_label: str
+    panels: tuple[Panel, ...]
+    log_x: bool = False
+    ticks: tuple[tuple[float, str], ...] = ()
+    """Of the x axis; none for round numbers."""
+    y_range: tuple[float, float] | None = None
+
+    def save(self, figures: Path, tables: Path) -> list[Path]:
+        """Write ``{name}.png`` and ``.svg`` to ``figures``, and the points as CSV and JSON to ``tables``."""
+        points = [
+            {"panel": panel.title, "series": series.look.label, **dataclasses.asdict(point)}
+            for panel in self.panels
+            for series in panel.series
+            for point in series.points
+        ]
+        return [*style.save(draw(self), figures, self.name), *save_data(tables, f"{self.name}-points", points, self)]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeatMap:
+    """Share of needles found by row, then depth (from and to, as fractions of the context), then length."""
+
+    rows: dict[str, dict[tuple[float, float], dict[str, Estimate]]]
+    lengths: tuple[str, ...]
+
+    def save(self, figures: Path) -> list[Path]:
+        """Write ``needle-depth.png`` and ``.svg``."""
+        return style.save(draw_heat(self), figures, "needle-depth")
+
+
+def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_length: int | None) -> Chart | None:
+    """A curve for each row against the length of the context, from ``summary.json``."""
+    keys = t.lengths_of(estimates, train_length)
+    looks = _looks(estimates)
+    series = tuple(
+        Series(looks[row], _points((t.multiple(key, train_length), lengths[key]) for key in keys if key in lengths))
+        for row, lengths in estimates.items()
+    )
+    unit = f" of {train_length:,} tokens" if train_length else ""
+    return _chart(
+        name,
+        title,
+        "Bars are standard errors." if y_label == LOSS else "Bars are 95 % Wilson intervals.",
+        f"context length (× the training length{unit})",
+        y_label,
+        [Panel("", series, mark=1.0)],
+        log_x=True,
+        ticks=tuple((t.multiple(key, train_length), t.length_label(key)) for key in keys),
+        y_range=(0.0, 1.0) if y_label == FOUND else None,
+    )
+
+
+def by_position(folder: Path, train_length: int | None) -> Chart | None:
+    """Loss by position in the window, a panel for each length, from ``evaluations/<row>-seed<k>.json``."""
+    losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for path in sorted(folder.glob("*.json")):
+        data = t.mapping(t.read_json(path), str(path))
+        for key, measured in t.mapping(data.get("lengths"), f"{path}: lengths").items():
+            t.multiple(key, train_length, str(path))
+            for interval in t.mapping(measured, f"{path}: {key}").get("positions") or []:
+                low, high, loss = _numbers(interval, 3, f"{path}: {key}: positions")
+                losses[key][_row(data, path)][low, high].append(loss)
+    keys = t.ordered_lengths(losses, train_length)
+    looks = _looks(row for rows in losses.values() for row in rows)
+    panels = [
+        Panel(
+            f"windows of {t.length_label(key, train_length)}",
+            tuple(Series(look, _positions(losses[key][row])) for row, look in looks.items() if row in losses[key]),
+            mark=train_length,
+        )
+        for key in keys
+    ]
+    last = max((high for rows in losses.values() for bins in rows.values() for _, high in bins), default=0)
+    return _chart(
+        "loss-by-position",
+        "Loss by position in the window",
+        "Mean over seeds. A model that copes with contexts longer than it was trained on stays flat beyond the mark.",
+        "position in the window (tokens)",
+        f"validation {LOSS}",
+        panels,
+        log_x=True,
+        ticks=tuple((4.0**k, t.tokens_label(4**k)) for k in range(1, 16) if 4**k <= last),
+    )
+
+
+def training(folder: Path, train_length: int | None) -> Chart | None:
+    """Training loss, and validation loss at each length, from ``curves/<model>-seed<k>.jsonl``."""
+    losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for path in sorted(folder.glob("*.jsonl")):
+        named = re.fullmatch(r"(.+)-seed\d+", path.stem)
+        if not named:
+            raise ValueError(f"{path} must be named like rope-seed0.jsonl")
+        for line in _lines(path):
+            step = t.number(line, "step", str(path))
+            if "loss" in line:
+                losses[""][named[1]][step].append(t.number(line, "loss", str(path)))
+            for key in t.mapping(line.get("validation") or {}, f"{path}: validation"):
+                t.multiple(key, train_length, str(path))
+                losses[key][named[1]][step].append(t.number(line["validation"], key, f"{path}: validation"))
+    last = max((step for models in losses.values() for steps in models.values() for step in steps), default=0)
+    looks = _looks(model for models in losses.values() for model in models)
+    panels = []
+    for key in [*losses.keys() & {""}, *t.ordered_lengths(losses.keys() - {""}, train_length)]:
+        series = tuple(
+            Series(look, _thinned(_steps(losses[key][model]))) for model, look in looks.items() if model in losses[key]
+        )
+        title = f"validation at {t.length_label(key, train_length)}" if key else "training"
+        panels.append(Panel(title, series, settled=last / 10))
+    caption = "Mean over seeds. Rows that only act at inference have no curve: they use the model of another."
+    return _chart("training", "Loss during training", caption, "step", LOSS, panels)
+
+
+def read_sweep(path: Path) -> Estimates:
+    """``sweep.json``: losses by τ, smallest first, then by length."""
+    taus = t.parse_rows(t.mapping(t.read_json(path), str(path)).get("tau", {}), f"{path}: tau", t.parse_loss)
+    for tau in taus:
+        if not re.fullmatch(r"[\d.]+(e[-+]?\d+)?", tau) or not float(tau) > 0:
+            raise ValueError(f"{path}: tau must be a positive number of tokens, got {tau!r}")
+    return {tau: taus[tau] for tau in sorted(taus, key=float)}
+
+
+def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
+    """Figure 5: a curve for each length against τ."""
+    colors = (*style.RATIOS, *OTHERS)
+    series = tuple(
+        Series(
+            style.Look(t.length_label(key, train_length), colors[i % len(colors)], "os^Dv"[i % 5]),
+            _points((float(tau), lengths[key]) for tau, lengths in sweep.items() if key in lengths),
+        )
+        for i, key in enumerate(t.lengths_of(sweep, train_length))
+    )
+    ticks = tuple((float(tau), tau) for tau in sweep)
+    caption = (
+        "Scale-invariant + p-RoPE, a curve for each context length. The paper takes τ = 10. Bars are standard errors."
+    )
+    return _chart(
+        "tau-sweep",
+        "Loss by lengthscale τ",
+        caption,
+        "lengthscale τ (tokens)",
+        f"validation {LOSS}",
+        [Panel("", series)],
+        log_x=True,
+        ticks=ticks,
+    )
+
+
+def needle_depths(folder: Path, train_length: int | None) -> HeatMap | None:
+    """Accuracy by depth and length, from ``needle/<row>.json``."""
+    rows: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.json")):
+        data = t.mapping(t.read_json(path), str(path))
+        depths = rows.setdefault(_row(data, path), defaultdict(dict))
+        for key, measured in t.mapping(data.get("lengths"), f"{path}: lengths").items():
+            t.multiple(key, train_length, str(path))
+            for depth in t.mapping(measured, f"{path}: {key}").get("depths") or []:
+                where = f"{path}: {key}: depths"
+                ends = tuple(t.number(t.mapping(depth, where), end, where) for end in ("from", "to"))
+                if not 0 <= ends[0] < ends[1] <= 1:
+                    raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
+                if depth.get("accuracy") is not None:  # no needle fell there
+                    depths[ends][key] = t.parse_accuracy(depth, where)
+    kept = {row: dict(sorted(rows[row].items())) for row in t.ordered_rows(rows) if rows[row]}
+    keys = t.ordered_lengths((key for row in kept.values() for at in row.values() for key in at), train_length)
+    return HeatMap(kept, tuple(keys)) if kept else None
+
+
+def draw(chart: Chart) -> Figure:
+    """The chart with matplotlib, its legend at the right."""
+    with style.applied():
+        figure, axes = style.panels(len(chart.panels), width=5.2 if len(chart.panels) == 1 else 4.0)
+        figure.set_figwidth(figure.get_figwidth() + 2.4)
+        for axis, panel in zip(axes, chart.panels, strict=True):
+            for series in panel.series:
+                _draw_series(axis, series)
+            if chart.log_x:
+                axis.set_xscale("log")
+            if chart.ticks:
+                axis.set_xticks([x for x, _ in chart.ticks], [label for _, label in chart.ticks])
+                axis.minorticks_off()
+            if panel.mark is not None:
+                axis.axvline(panel.mark, color="#888888", linewidth=1, linestyle=":", label="training length")
+            _limit(axis, chart, panel)
+            axis.set_xlabel(chart.x_label)
+            axis.set_ylabel(chart.y_label)
+            axis.set_title(panel.title or chart.title)
+        handles = {
+            label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=9)
+    return figure
+
+
+def draw_heat(heat: HeatMap) -> Figure:
+    """A grid of depths × lengths for each row, the numbers in its cells."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    scale = LinearSegmentedColormap.from_list("found", HEAT)
+    columns = min(4, len(heat.rows))
+    lines = math.ceil(len(heat.rows) / columns)
+    with style.applied():
+        figure = Figure(figsize=(0.8 + 2.6 * columns, 0.4 + 2.6 * lines), layout="constrained")
+        axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+        image = None
+        for axis, (row, depths) in zip(axes, heat.rows.items(), strict=False):
+            grid = [[at[key].value if key in at else math.nan for key in heat.lengths] for at in depths.values()]
+            image = axis.imshow(grid, cmap=scale, vmin=0, vmax=1, aspect="auto")
+            for y, line in enumerate(grid):
+                for x, value in enumerate(line):
+                    if math.isfinite(value):
+                        color = "white" if value > 0.5 else "black"
+                        axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
+            axis.set_xticks(range(len(heat.lengths)), [t.length_label(key) for key in heat.lengths])
+            axis.set_yticks(range(len(depths)), [depth_label(ends) for ends in depths])
+            axis.set_title(t.label(row))
+            axis.grid(False)
+        for axis in axes[len(heat.rows) :]:
+            axis.set_axis_off()
+        figure.supxlabel("context length (× the training length)", fontsize=10)
+        figure.supylabel("depth of the needle (0 % is the start)", fontsize=10)
+        figure.colorbar(image, ax=axes, label=FOUND, shrink=0.8)  # type: ignore[arg-type]
+    return figure
+
+
+def depth_label(ends: tuple[float, float]) -> str:
+    return f"{100 * ends[0]:.0f}–{100 * ends[1]:.0f} %"
+
+
+def _draw_series(axis: Axes, series: Series) -> None:
+    look, points = series.look, series.points
+    x, y = [point.x for point in points], [point.y for point in points]
+    marker = look.marker if len(points) <= MARKED else ""
+    axis.plot(
+        x, y, marker=marker, color=look.color, ls=look.dashes, label=look.label, zorder=2 + (look.color == "#000000")
+    )
+    bars = [point for point in points if point.low is not None and point.high is not None]
+    axis.vlines([p.x for p in bars], [p.low for p in bars], [p.high for p in bars], color=look.color, linewidth=1)
+
+
+def _limit(axis: Axes, chart: Chart, panel: Panel) -> None:
+    if chart.y_range:
+        axis.set_ylim(chart.y_range[0] - 0.03, chart.y_range[1] + 0.03)
+    elif panel.settled is not None:
+        y = [p.y for series in panel.series for p in series.points if p.x >= panel.settled]
+        if y:
+            pad = 0.06 * (max(y) - min(y)) or 0.1
+            axis.set_ylim(min(y) - pad, max(y) + pad)
+
+
+def _chart(*args: Any, **settings: Any) -> Chart | None:
+    """A chart without its empty curves and panels; None if nothing is left."""
+    chart = Chart(*args, **settings)
+    panels = [
+        dataclasses.replace(panel, series=tuple(series for series in panel.series if series.points))
+        for panel in chart.panels
+    ]
+    panels = [panel for panel in panels if panel.series]
+    return dataclasses.replace(chart, panels=tuple(panels)) if panels else None
+
+
+def _looks(rows: Iterable[str]) -> dict[str, style.Look]:
+    """How each row is drawn, in the paper's order; unknown rows keep their names and get spare colours."""
+    ordered = t.ordered_rows(rows)
+    unknown = [row for row in ordered if row not in style.METHODS]
+    spare = {row: style.Look(row, OTHERS[i % len(OTHERS)], "osv^D"[i % 5], "--") for i, row in enumerate(unknown)}
+    return {row: style.METHODS.get(row) or spare[row] for row in ordered}
+
+
+def _points(estimates: Iterable[tuple[float, Estimate]]) -> tuple[Point, ...]:
+    return tuple(Point(x, e.value, e.low, e.high) for x, e in estimates if math.isfinite(e.value))
+
+
+def _positions(bins: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Point, ...]:
+    """Each range of positions [low, high) at its geometric middle, counted from 1 so that the first has a logarithm."""
+    means = ((low, high, sum(losses) / len(losses)) for (low, high), losses in sorted(bins.items()))
+    return tuple(
+        Point(math.sqrt((low + 1) * high), mean, label=f"positions {low:,.0f}–{high - 1:,.0f}")
+        for low, high, mean in means
+        if math.isfinite(mean)
+    )
+
+
+def _steps(steps: Mapping[float, Sequence[float]]) -> list[Point]:
+    means = ((step, sum(losses) / len(losses)) for step, losses in sorted(steps.items()))
+    return [Point(step, mean) for step, mean in means if math.isfinite(mean)]
+
+
+def _thinned(points: list[Point], most: int = 150) -> tuple[Point, ...]:
+    """At most that many points: means of consecutive ones."""
+    size = math.ceil(len(points) / most)
+    if size < 2:
+        return tuple(points)
+    blocks = [points[i : i + size] for i in range(0, len(points), size)]
+    means = [(sum(p.x for p in block) / len(block), sum(p.y for p in block) / len(block)) for block in blocks]
+    return tuple(
+        Point(x, y, label=f"steps {b[0].x:,.0f}–{b[-1].x:,.0f}") for (x, y), b in zip(means, blocks, strict=True)
+    )
+
+
+def _row(data: Mapping[str, Any], path: Path) -> str:
+    if not isinstance(data.get("row"), str):
+        raise ValueError(f"{path} must name its row, got {data.get('row')!r}")
+    return data["row"]
+
+
+def _numbers(data: Any, count: int, where: str) -> list[float]:
+    if not isinstance(data, list) or len(data) != count:
+        raise ValueError(f"{where} must be lists of {count} numbers, got {data!r:.60}")
+    return [t.number({"value": value}, "value", where) for value in data]
+
+
+def _lines(path: Path) -> list[Mapping[str, Any]]:
+    """The objects of a JSONL file; a last line that a running program has half written is left out."""
+    text = path.read_text(encoding="utf-8")
+    lines = []
+    for i, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            lines.append(t.mapping(json.loads(line), f"{path}, line {i}"))
+        except json.JSONDecodeError as error:
+            if line.endswith("\n"):
+                raise ValueError(f"{path}, line {i} is not JSON: {error}") from error
+    return lines

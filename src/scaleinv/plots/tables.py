@@ -1,0 +1,356 @@
+"""The tables of a comparison and the paper's own: as aligned text, Markdown, CSV and JSON.
+
+The numbers are those of ``summary.json``, which `scaleinv compare` and `scaleinv needle` write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleinv.analysis.figures import save_data
+from scaleinv.plots import style
+
+METHOD = "scale-invariant-p-rope"
+"""The row that the paper proposes."""
+
+PAPER_SETTING = "paper, 162 M parameters, 4k training length"
+PAPER_TRAIN_LENGTH = 4096
+PAPER_LENGTHS = ("1x", "4x", "16x")
+
+# Validation loss, mean of 3 seeds, and needle accuracy after 300 steps of fine-tuning, at PAPER_LENGTHS.
+PAPER_LOSS: dict[str, tuple[float, float, float]] = {
+    "rope": (3.261, 3.936, 5.260),
+    "p-rope": (3.260, 3.984, 5.735),
+    "nope": (3.397, 6.430, 8.125),
+    "rope+ntk": (3.261, 3.703, 5.430),
+    "yarn": (3.261, 3.958, 5.353),
+    "logn+rope": (3.260, 3.273, 3.378),
+    "logn+p-rope": (3.256, 3.262, 3.317),
+    "logn+ntk": (3.261, 3.272, 3.394),
+    "alibi": (3.281, 3.272, 3.270),
+    "scale-invariant-p-rope": (3.244, 3.235, 3.247),
+    "infini-rope": (3.296, 3.302, 3.310),
+    "infini-p-rope": (3.295, 3.303, 3.311),
+}
+PAPER_NEEDLE: dict[str, tuple[float, float, float]] = {
+    "rope": (0.962, 0.000, 0.000),
+    "p-rope": (0.966, 0.250, 0.000),
+    "nope": (0.964, 0.303, 0.000),
+    "rope+ntk": (0.962, 0.217, 0.000),
+    "yarn": (0.969, 0.000, 0.000),
+    "logn+rope": (0.965, 0.276, 0.064),
+    "logn+p-rope": (0.969, 0.962, 0.939),
+    "logn+ntk": (0.962, 0.253, 0.056),
+    "alibi": (0.957, 0.020, 0.003),
+    "scale-invariant-p-rope": (0.965, 0.969, 0.969),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A number with its uncertainty: a loss ± its standard error, or an accuracy and its interval."""
+
+    value: float
+    """NaN where a run diverged."""
+    low: float | None
+    high: float | None
+    text: str
+    record: dict[str, Any]
+    """What the file said."""
+
+
+Estimates = dict[str, dict[str, Estimate]]
+"""By row, then by length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """``summary.json``, checked."""
+
+    loss: Estimates
+    needle: Estimates
+    settings: dict[str, Any]
+
+    @property
+    def train_length(self) -> int | None:
+        return self.settings.get("train_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    text: str
+    value: float | None = None
+    """To sort by; None where there is no number."""
+    best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows by name, and the same numbers as records, one for each row and length."""
+
+    name: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: dict[str, tuple[Cell, ...]]
+    records: tuple[dict[str, Any], ...]
+
+    def markdown(self) -> str:
+        """A Markdown table, best in bold."""
+        lines = [["row", *self.columns], ["---", *("---:" for _ in self.columns)]]
+        for row, cells in self.rows.items():
+            name = html.escape(row, quote=False).replace("|", r"\|")
+            lines.append([name, *(f"**{cell.text}**" if cell.best else cell.text for cell in cells)])
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def text(self) -> str:
+        """Aligned columns for a terminal, best marked with ``*``."""
+        lines = [["", *(f"{column} " for column in self.columns)]]
+        lines += [[row, *(cell.text + " *"[cell.best] for cell in cells)] for row, cells in self.rows.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+        return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write ``{name}.csv``, ``.json`` and ``.md``; returns their paths."""
+        markdown = folder / f"{self.name}.md"
+        paths = save_data(folder, self.name, self.records, self)
+        markdown.write_text(f"{self.caption}\n\n{self.markdown()}", encoding="utf-8")
+        return [*paths, markdown]
+
+
+def terminal_table(summary: Mapping[str, Any]) -> str:
+    """The loss table of a parsed ``summary.json`` as aligned text, best of each column marked with ``*``.
+
+    >>> loss = {"rope": {"1x": {"mean": 1.5}, "16x": {"mean": 2.5}}, "alibi": {"16x": {"mean": 1.6}}}
+    >>> for line in terminal_table({"loss": loss, "settings": {"train_length": 512}}).splitlines():
+    ...     line
+    'Validation loss (nats per token)'
+    '       1× (512)   16× (8k)   1× → 16×'
+    'rope      1.500*     2.500     +1.000'
+    'alibi         –      1.600*         –'
+    """
+    table = loss_table(parse_summary(summary, "summary"))
+    return f"{table.caption}\n{table.text()}"
+
+
+def loss_table(summary: Summary) -> Table:
+    """Rows × lengths, and the change from the shortest length to the longest."""
+    counts = sorted({x.record["seeds"] for row in summary.loss.values() for x in row.values() if x.record["seeds"]})
+    seeds = f", {' or '.join(map(str, counts))} seed{'s' * (counts[-1] > 1)}" if counts else ""
+    spread = (
+        ", mean ± standard error"
+        if any(x.low is not None for row in summary.loss.values() for x in row.values())
+        else ""
+    )
+    caption = f"Validation loss (nats per token){spread}{seeds}"
+    table = _table("loss", caption, summary.loss, summary.train_length, min)
+    keys, changed = lengths_of(summary.loss, summary.train_length), changes(summary)
+    if len(keys) < 2:
+        return table
+    moved = {row: Cell(signed(changed[row]), changed[row]) if row in changed else Cell("–") for row in table.rows}
+    columns = (*table.columns, f"{length_label(keys[0])} → {length_label(keys[-1])}")
+    return dataclasses.replace(table, columns=columns, rows={row: (*x, moved[row]) for row, x in table.rows.items()})
+
+
+def needle_table(summary: Summary) -> Table:
+    """Rows × lengths, accuracy over needles."""
+    caption = "Needle in a haystack: share of needles found (95 % Wilson interval)"
+    return _table("needle", caption, summary.needle, summary.train_length, max)
+
+
+def sweep_table(sweep: Estimates, train_length: int | None) -> Table:
+    """Values of τ × lengths; see `scaleinv.plots.compare.read_sweep`."""
+    return _table("tau-sweep", "Validation loss (nats per token) by lengthscale τ (tokens)", sweep, train_length, min)
+
+
+def paper_table(name: str, caption: str, numbers: Mapping[str, tuple[float, ...]], rows: Iterable[str]) -> Table:
+    """The paper's numbers for those of ``rows`` that it has, or for all if it has none of them."""
+    estimates = {
+        row: {
+            key: Estimate(value, None, None, f"{value:.3f}", {"value": value})
+            for key, value in zip(PAPER_LENGTHS, numbers[row], strict=True)
+        }
+        for row in [row for row in rows if row in numbers] or numbers
+    }
+    best = max if numbers is PAPER_NEEDLE else min
+    return _table(name, f"{caption} ({PAPER_SETTING})", estimates, PAPER_TRAIN_LENGTH, best)
+
+
+def changes(summary: Summary) -> dict[str, float]:
+    """By row, the loss at the longest length less the loss at the shortest, where both are finite."""
+    keys = lengths_of(summary.loss, summary.train_length)
+    if len(keys) < 2:
+        return {}
+    both = {
+        row: (x[keys[0]].value, x[keys[-1]].value) for row, x in summary.loss.items() if {keys[0], keys[-1]} <= set(x)
+    }
+    return {row: last - first for row, (first, last) in both.items() if math.isfinite(last - first)}
+
+
+def read_summary(path: Path) -> Summary:
+    """Read and check ``summary.json``."""
+    return parse_summary(read_json(path), str(path))
+
+
+def parse_summary(data: Any, where: str) -> Summary:
+    """Check a parsed ``summary.json``; ``where`` is named in errors."""
+    data = mapping(data, where)
+    settings = mapping(data.get("settings", {}), f"{where}: settings")
+    length = settings.get("train_length")
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise ValueError(f"{where}: settings.train_length must be a positive number of tokens, got {length!r}")
+    loss = parse_rows(data.get("loss", {}), f"{where}: loss", parse_loss)
+    needle = parse_rows(data.get("needle", {}), f"{where}: needle", parse_accuracy)
+    for key in [key for rows in (loss, needle) for lengths in rows.values() for key in lengths]:
+        multiple(key, length, where)
+    return Summary(loss, needle, dict(settings))
+
+
+def parse_rows(data: Any, where: str, parse: Callable[[Any, str], Estimate]) -> Estimates:
+    """Estimates by row and length, rows in the paper's order."""
+    data = mapping(data, where)
+    return {
+        row: {key: parse(value, f"{where}.{row}.{key}") for key, value in mapping(data[row], f"{where}.{row}").items()}
+        for row in ordered_rows(data)
+    }
+
+
+def parse_loss(data: Any, where: str) -> Estimate:
+    """``{"mean", "stderr", "seeds"}``; the last two may be missing or null."""
+    data = mapping(data, where)
+    mean, error = number(data, "mean", where), number(data, "stderr", where, optional=True)
+    seeds = data.get("seeds")
+    record = {"mean": mean, "stderr": error, "seeds": len(seeds) if isinstance(seeds, list) else seeds}
+    if not math.isfinite(mean):
+        return Estimate(math.nan, None, None, "diverged", record)
+    if not error or not math.isfinite(error):
+        return Estimate(mean, None, None, f"{mean:.3f}", record)
+    return Estimate(mean, mean - error, mean + error, f"{mean:.3f} ± {error:.3f}", record)
+
+
+def parse_accuracy(data: Any, where: str) -> Estimate:
+    """``{"accuracy", "low", "high", "samples"}``; the last three may be missing or null."""
+    data = mapping(data, where)
+    value = number(data, "accuracy", where)
+    low, high = (number(data, key, where, optional=True) for key in ("low", "high"))
+    if not 0 <= value <= 1:
+        raise ValueError(f"{where}: accuracy must be between 0 and 1, got {value}")
+    text = f"{value:.3f}" if low is None or high is None else f"{value:.3f} ({low:.2f}–{high:.2f})"
+    samples = data.get("samples", data.get("needles"))
+    return Estimate(value, low, high, text, {"accuracy": value, "low": low, "high": high, "samples": samples})
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: `scaleinv compare` writes it") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def mapping(data: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{where} must be a JSON object, got {data!r:.60}")
+    return data
+
+
+def number(data: Mapping[str, Any], key: str, where: str, *, optional: bool = False) -> Any:
+    """``data[key]`` as a float; null is NaN, or None (as is a missing key) where optional."""
+    if key not in data and not optional:
+        raise ValueError(f"{where} has no {key!r}")
+    value = data.get(key)
+    if value is None:
+        return None if optional else math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{where}: {key} must be a number, got {value!r:.60}")
+    return float(value)
+
+
+def multiple(key: str, train_length: int | None, where: str = "length") -> float:
+    """A length as a multiple of the training length: ``"4x"`` is 4, ``"2048"`` at 512 tokens too."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(x?)", key)
+    if not found or not float(found[1]):
+        raise ValueError(f"{where}: a length must read like '4x' or '2048', got {key!r}")
+    if found[2]:
+        return float(found[1])
+    if train_length is None:
+        raise ValueError(f"{where}: {key!r} is in tokens, so settings.train_length must say what 1x is")
+    return float(found[1]) / train_length
+
+
+def ordered_lengths(keys: Iterable[str], train_length: int | None) -> list[str]:
+    """Each length once, shortest first."""
+    return sorted(dict.fromkeys(keys), key=lambda key: multiple(key, train_length))
+
+
+def ordered_rows(rows: Iterable[str]) -> list[str]:
+    """Each row once, in the paper's order; unknown ones last."""
+    order = list(style.METHODS)
+    return sorted(dict.fromkeys(rows), key=lambda row: order.index(row) if row in order else len(order))
+
+
+def lengths_of(estimates: Estimates, train_length: int | None) -> list[str]:
+    """The lengths that any row has, shortest first."""
+    return ordered_lengths((key for lengths in estimates.values() for key in lengths), train_length)
+
+
+def length_label(key: str, train_length: int | None = None) -> str:
+    """``"4x"`` is 4×, or 4× (16k) where the training length is given; ``"2048"`` is 2k tokens."""
+    if not key.endswith("x"):
+        return f"{tokens_label(float(key))} tokens"
+    tokens = f" ({tokens_label(float(key[:-1]) * train_length)})" if train_length else ""
+    return f"{key[:-1]}×{tokens}"
+
+
+def label(row: str) -> str:
+    """A row's name for people; an unknown row keeps its own."""
+    return style.METHODS[row].label if row in style.METHODS else row
+
+
+def tokens_label(tokens: float) -> str:
+    """512, 4k, 1M."""
+    for unit, name in ((2**20, "M"), (2**10, "k")):
+        if tokens >= unit and tokens % unit == 0:
+            return f"{tokens / unit:.0f}{name}"
+    return f"{tokens:,.0f}"
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def _table(
+    name: str, caption: str, estimates: Estimates, train_length: int | None, best: Callable[[list[float]], float]
+) -> Table:
+    keys = lengths_of(estimates, train_length)
+    rows = {row: [_cell(lengths.get(key)) for key in keys] for row, lengths in estimates.items()}
+    for column in range(len(keys)):
+        values = [cells[column].value for cells in rows.values()]
+        # Rows that read the same are equally good; an accuracy of 0 is not.
+        target = best([round(value, 3) for value in values if value is not None] or [0.0])
+        for cells in rows.values():
+            value = cells[column].value
+            won = value is not None and target != 0 and round(value, 3) == target
+            cells[column] = dataclasses.replace(cells[column], best=won)
+    records = tuple(
+        {"row": row, "length": key, "multiple": multiple(key, train_length), **lengths[key].record}
+        for row, lengths in estimates.items()
+        for key in keys
+        if key in lengths
+    )
+    columns = tuple(length_label(key, train_length) for key in keys)
+    return Table(name, caption, columns, {row: tuple(cells) for row, cells in rows.items()}, records)
+
+
+def _cell(estimate: Estimate | None) -> Cell:
+    if estimate is None:
+        return Cell("–")
+    return Cell(estimate.text, estimate.value if math.isfinite(estimate.value) else None)

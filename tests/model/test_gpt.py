@@ -1,0 +1,161 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import scaleinv
+from scaleinv import methods
+from scaleinv.model import GPT, GPTConfig, preset
+from scaleinv.model import gpt as gpt_module
+
+
+def small(method: str = "scale-invariant-p-rope", **changes: object) -> GPT:
+    """A model of random weights: a fresh one has zeros where they would hide mistakes."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{"layers": 2, "width": 32, "heads": 2, "vocab_size": 50, "train_length": 32, **changes, "method": method}))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize(("name", "millions"), [("162m", 162), ("304m", 304)])
+def test_parameter_counts_of_the_paper(name, millions):
+    with torch.device("meta"):
+        count = GPT(preset(name)).count_parameters()
+    assert round(count / 1e6) == millions
+
+
+def test_mini_is_small():
+    assert GPT(preset("mini")).count_parameters() <= 2_000_000
+
+
+def test_p_rope_base_follows_the_training_length():
+    assert GPT(preset("162m", layers=1, width=64, heads=2, vocab_size=8)).method.rotary.base == 1024
+    assert small(train_length=512).method.rotary.base == 128
+    assert small(p_rope_base=77.0).method.rotary.base == 77
+
+
+def test_forward_reads_like_the_paper():
+    """An independent forward pass from the description of the model."""
+    model = small("rope", layers=1)
+    tokens = torch.randint(0, 50, (2, 11), generator=torch.Generator().manual_seed(1))
+
+    def rms(x):
+        return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+    x = rms(model.embedding.weight[tokens])
+    block = model.blocks[0]
+    q, k, v = (
+        (rms(x) @ layer.weight.T).view(2, 11, 2, 16).transpose(1, 2)
+        for layer in (block.attention.query, block.attention.key, block.attention.value)
+    )
+    angle = torch.arange(11)[:, None] * 10_000.0 ** (-torch.arange(8) / 8)
+
+    def turn(x):
+        a, b = rms(x).chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    out = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+    x = x + out.transpose(1, 2).reshape(2, 11, 32) @ block.attention.project.weight.T
+    x = x + F.relu(rms(x) @ block.up.weight.T) ** 2 @ block.down.weight.T
+    torch.testing.assert_close(model(tokens), rms(x) @ model.output.weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_no_token_sees_the_future(method):
+    model = small(method)
+    tokens = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(2))
+    changed = tokens.clone()
+    changed[:, 25:] = (changed[:, 25:] + 1) % 50
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens)[:, :25], model(changed)[:, :25], rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(tokens)[:, 25:], model(changed)[:, 25:], atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["scale-invariant-p-rope", "logn+rope", "alibi"])
+def test_packed_documents_equal_documents_alone(method):
+    model = small(method)
+    generator = torch.Generator().manual_seed(3)
+    first, second = (torch.randint(0, 50, (1, n), generator=generator) for n in (13, 20))
+    ids = torch.tensor([[0] * 13 + [1] * 20])
+    with torch.no_grad():
+        packed = model(torch.cat([first, second], 1), document_ids=ids)
+        torch.testing.assert_close(packed[:, :13], model(first), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(packed[:, 13:], model(second), rtol=1e-4, atol=1e-4)
+
+
+def test_loss_in_chunks_equals_loss_at_once(monkeypatch):
+    model = small()
+    tokens = torch.randint(0, 50, (2, 31), generator=torch.Generator().manual_seed(4))
+    targets = tokens.roll(-1, 1)
+    whole = model(tokens, targets)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none").view(2, 31)
+    torch.testing.assert_close(whole, expected)
+    whole.mean().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    monkeypatch.setattr(gpt_module, "LOSS_CHUNK", 50 * 2 * 7)
+    parts = model(tokens, targets)
+    parts.mean().backward()
+    torch.testing.assert_close(parts, whole)
+    for gradient, parameter in zip(gradients, [p for p in model.parameters() if p.grad is not None], strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_every_parameter_learns():
+    for method in methods.names():
+        model = small(method, learnable_tau="scale-invariant" in method)
+        model(torch.randint(0, 50, (1, 40)), torch.randint(0, 50, (1, 40))).mean().backward()
+        idle = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+        assert not idle, (method, idle)
+
+
+def test_rows_share_a_model_only_where_they_are_trained_alike():
+    model = small("rope")
+    tokens = torch.randint(0, 50, (1, 100))
+    with torch.no_grad():
+        plain = model(tokens)
+        model.use_method("yarn")
+        yarn = model(tokens)
+        model.use_method("rope")
+        assert torch.equal(model(tokens), plain)
+    assert not torch.allclose(plain, yarn, atol=1e-2)
+    with pytest.raises(ValueError, match="cannot serve as 'alibi'"):
+        model.use_method("alibi")
+
+
+def test_bfloat16_model_runs():
+    model = small().to(torch.bfloat16)
+    assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"width": 30, "heads": 4}, "width 30 must split"),
+        ({"layers": 0}, "layers must be a positive"),
+        ({"tau": math.nan}, "tau must be positive"),
+        ({"segment": 0}, "segment must be positive"),
+        ({"method": "ropee"}, "did you mean rope"),
+    ],
+)
+def test_bad_shapes_name_the_field(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**changes)
+
+
+def test_bad_tokens_are_refused():
+    model = small()
+    with pytest.raises(ValueError, match="tokens must be integers of shape"):
+        model(torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="at least one token"):
+        model(torch.zeros(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="Infini-attention"):
+        small("infini-rope")(torch.zeros(1, 3, dtype=torch.long), document_ids=torch.zeros(1, 3, dtype=torch.long))
+
+
+def test_public_names():
+    assert scaleinv.GPT is GPT
+    assert scaleinv.GPTConfig is GPTConfig
