@@ -19,10 +19,11 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 demo: $(STAMP)
-	$(BIN)/python -m scaleinv.demo
+	$(BIN)/scaleinv compare --methods rope,logn+p-rope,alibi,scale-invariant-p-rope --seeds 1 --steps 400 --out runs/demo
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/training.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -153,7 +153,9 @@ def compare(
             }
         )
         share = f"{fraction:5.0%} of GEMM" if fraction else ""
-        say(f"{op:17} D={head_dim:<3} N={length:<6} {name:15} {median * 1e3:10.2f} ms  {median / base:6.2f} x SDPA {share}")
+        say(
+            f"{op:17} D={head_dim:<3} N={length:<6} {name:15} {median * 1e3:10.2f} ms  {median / base:6.2f} x SDPA {share}"
+        )
     return rows
 
 

@@ -27,7 +27,9 @@ def book(tmp_path):
 
 
 def test_train_resume_evaluate_generate(book, tmp_path, capsys):
-    assert main(["train", "--method", "rope", "--data", book, "--steps", "2", "--out", "run", "--seed", "1", *COMMON]) == 0
+    assert (
+        main(["train", "--method", "rope", "--data", book, "--steps", "2", "--out", "run", "--seed", "1", *COMMON]) == 0
+    )
     printed = capsys.readouterr().out
     assert "attention backend" in printed
     assert "tokens/s" in printed
@@ -42,6 +44,12 @@ def test_train_resume_evaluate_generate(book, tmp_path, capsys):
     capsys.readouterr()
     assert main(["generate", "run", "--prompt", "line", "--tokens", "5", "--seed", "0", "--method", "rope+ntk"]) == 0
     assert capsys.readouterr().out.startswith("line")
+
+
+def test_a_glob_that_the_shell_spread_is_one_corpus(book, tmp_path):
+    files = sorted(str(path) for path in (tmp_path / "books").iterdir())
+    assert main(["train", "--steps", "1", "--out", "run", *COMMON, "--data", *files]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["train"]["data"] == ",".join(files)
 
 
 def test_prepare_writes_shards_that_train_reads(book, tmp_path, capsys):

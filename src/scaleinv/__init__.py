@@ -33,10 +33,10 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "GPT",
-    "GPTConfig",
-    "KVCache",
     "ALiBi",
     "DistanceTable",
+    "GPTConfig",
+    "KVCache",
     "LogN",
     "LogitTransform",
     "Plain",

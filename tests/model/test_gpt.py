@@ -13,7 +13,11 @@ from scaleinv.model import gpt as gpt_module
 def small(method: str = "scale-invariant-p-rope", **changes: object) -> GPT:
     """A model of random weights: a fresh one has zeros where they would hide mistakes."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**{"layers": 2, "width": 32, "heads": 2, "vocab_size": 50, "train_length": 32, **changes, "method": method}))
+    model = GPT(
+        GPTConfig(
+            **{"layers": 2, "width": 32, "heads": 2, "vocab_size": 50, "train_length": 32, **changes, "method": method}
+        )
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)

@@ -3,11 +3,24 @@
 import hypothesis
 import pytest
 import torch
-from attention_cases import DOCUMENTS, FAST, MASKS, NATIVE, TRANSFORMS, Case, assert_as_accurate, assert_equal_to_rounding, run
+from attention_cases import (
+    DOCUMENTS,
+    FAST,
+    MASKS,
+    NATIVE,
+    TRANSFORMS,
+    Case,
+    assert_as_accurate,
+    assert_equal_to_rounding,
+    run,
+)
 from hypothesis import strategies as st
 
 SIZES = [
-    *(Case(n, dim=d) for n, d in zip((1, 2, 5, 16, 63, 97, 111, 289, 300), (1, 3, 16, 33, 64, 128, 16, 33, 64), strict=True)),
+    *(
+        Case(n, dim=d)
+        for n, d in zip((1, 2, 5, 16, 63, 97, 111, 289, 300), (1, 3, 16, 33, 64, 128, 16, 33, 64), strict=True)
+    ),
     *(Case(97, dim=d) for d in (1, 3, 16, 33, 64, 128)),
     Case(97, dim=16, value_dim=33),
     Case(63, dim=33, value_dim=1),

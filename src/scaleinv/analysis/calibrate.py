@@ -49,7 +49,9 @@ class Calibration(Mapping[int, Tensor]):
         deviation = scores.rotary.variance.sqrt()
         flat = ~(deviation > 1e-8)
         if bool(flat.any()):
-            logger.warning("%s: the scores do not vary in %d heads, which keep a factor of 1", scores.name, int(flat.sum()))
+            logger.warning(
+                "%s: the scores do not vary in %d heads, which keep a factor of 1", scores.name, int(flat.sum())
+            )
         return cls(scores.name, scores.layers, torch.where(flat, 1.0, 1 / deviation))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

@@ -74,7 +74,9 @@ def _layer(
 ) -> Layer:
     plain = isinstance(mask, Regular) and mask.offset == 0 and mask.key_mask is None and mask.document_ids is None
     if not plain:
-        raise ValueError(f"{type(module).__name__} has a mask that is neither causal nor a sliding window: not supported")
+        raise ValueError(
+            f"{type(module).__name__} has a mask that is neither causal nor a sliding window: not supported"
+        )
     transforms = module.config.logit_transforms
     scaling = options.get("scaling")
     return Layer(
@@ -155,4 +157,6 @@ def _check_length(model: PreTrainedModel, length: int) -> None:
     text = model.config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
     if not getattr(text, "rope_parameters", None) and most and length > most:
-        raise ValueError(f"lengths must be at most {most} for {type(model).__name__}, which learns its positions; got {length}")
+        raise ValueError(
+            f"lengths must be at most {most} for {type(model).__name__}, which learns its positions; got {length}"
+        )

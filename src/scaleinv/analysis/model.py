@@ -72,27 +72,24 @@ class ModelStatistics:
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for entry in self.lengths:
+            far, recent = (entry.length // self.ratio, entry.length), (0, self.recent)
             for row, layer in enumerate(self.layers):
                 for head in range(entry.entropy.shape[1]):
-                    at = (row, head)
-                    head_of = {"model": self.name, "length": entry.length, "layer": layer, "head": head}
-                    for name, start, stop, share, entropy in (
-                        ("whole", 0, entry.length, 1.0, entry.entropy[at].item()),
-                        ("far", entry.length // self.ratio, entry.length, None, entry.far_entropy[at].item()),
-                        ("recent", 0, self.recent, entry.recent_share[at].item(), None),
-                        *(
-                            ("decade", *pair, share, entropy)
-                            for pair, share, entropy in zip(
-                                entry.ranges,
-                                entry.range_share[at].tolist(),
-                                entry.range_entropy[at].tolist(),
-                                strict=True,
-                            )
-                        ),
-                        ("first token", None, None, entry.sink_share[at].item(), None),
+                    decades = zip(
+                        entry.ranges, entry.range_share[row, head], entry.range_entropy[row, head], strict=True
+                    )
+                    for kind, (start, stop), share, entropy in (
+                        ("whole", (0, entry.length), 1.0, entry.entropy[row, head]),
+                        ("far", far, None, entry.far_entropy[row, head]),
+                        ("recent", recent, entry.recent_share[row, head], None),
+                        *(("decade", *decade) for decade in decades),
+                        ("first token", (None, None), entry.sink_share[row, head], None),
                     ):
-                        values = {"start": start, "stop": stop, "share": share, "entropy": entropy}
-                        yield {**head_of, "range": name, **values}
+                        yield {
+                            **{"model": self.name, "length": entry.length, "layer": layer, "head": head},
+                            **{"range": kind, "start": start, "stop": stop},
+                            **{"share": listed(share), "entropy": listed(entropy)},
+                        }
 
 
 def model_statistics(
@@ -138,28 +135,17 @@ def model_statistics(
     layers: tuple[int, ...] = ()
     entries = []
     for length in lengths:
+        positions, decades = last_positions(length, queries), _decades(length)
+        collector = _Collector(positions, [(0, length), (length // ratio, length), (0, recent), *decades], block)
         texts = list(windows_of(tokens, length, windows, bos))
-        positions = last_positions(length, queries)
-        decades = tuple(_decades(length))
-        ranges = [(0, length), (length // ratio, length), (0, recent), *decades]
-        collected: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
-
-        def consume(
-            layer: Layer,
-            positions: Tensor = positions,
-            ranges: list[Range] = ranges,
-            collected: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = collected,
-        ) -> None:
-            for part in blocks_of(positions, layer, block):
-                collected.setdefault(layer.index, []).append(_measure(layer, part, ranges))
-
         for number, text in enumerate(texts, 1):
             if progress:
                 progress(f"attention: {name}, {length:,} tokens, window {number} of {len(texts)}")
-            capture(model, text, consume)
-        layers = _layers(collected, name)
-        means = [_stack([_mean(collected[layer], item) for layer in layers]) for item in range(3)]
-        entropy, share, sink = means  # [layers, heads, 3 + decades], the same, [layers, heads]
+            capture(model, text, collector.add)
+        if not collector.found:
+            raise ValueError(f"model {name} has no layer with softmax attention")
+        layers = tuple(sorted(collector.found))
+        entropy, share, sink = (collector.mean(layers, item) for item in range(3))
         entries.append(
             LengthStatistics(
                 length=length,
@@ -195,40 +181,39 @@ def listed(content: Any) -> Any:
     return dataclasses.replace(content, **values)
 
 
-def _measure(layer: Layer, positions: Tensor, ranges: list[Range]) -> tuple[Tensor, Tensor, Tensor]:
-    """Entropy and share ``[H, queries, ranges]`` and the sinks' share ``[H, queries]``."""
-    logits = layer.logits(positions)
-    first = positions[:, None].expand(*logits.shape[:3], 1)  # the first token's distance is the position
-    sink = logits.gather(-1, first)[..., 0]
-    sums = range_sums(logits.scatter_(-1, first, -torch.inf), ranges)
-    if layer.sinks is not None:
-        sink = torch.logaddexp(sink, layer.sinks.to(sink)[:, None])
-    sink_share = torch.sigmoid(sink - sums.log_total[..., 0])
-    found = (sums.entropy, sums.share(0), sink_share)
-    entropy, share, taken = (values.transpose(0, 1).flatten(1, 2).cpu() for values in found)
-    return entropy, share, taken
+class _Collector:
+    """Takes layers, and keeps of each query the entropies and shares of ``ranges``, the whole context first."""
+
+    def __init__(self, positions: Tensor, ranges: list[Range], block: int | None) -> None:
+        self.positions, self.ranges, self.block = positions, ranges, block
+        self.found: dict[int, list[tuple[Tensor, ...]]] = {}
+
+    def add(self, layer: Layer) -> None:
+        for part in blocks_of(self.positions, layer, self.block):
+            self.found.setdefault(layer.index, []).append(self._measure(layer, part))
+
+    def _measure(self, layer: Layer, positions: Tensor) -> tuple[Tensor, ...]:
+        """Entropies and shares ``[H, queries, ranges]`` and what the sinks take ``[H, queries]``."""
+        logits = layer.logits(positions)
+        first = positions[:, None].expand(*logits.shape[:3], 1)  # the first token's distance is the position
+        sink = logits.gather(-1, first)[..., 0]
+        sums = range_sums(logits.scatter_(-1, first, -torch.inf), self.ranges)
+        if layer.sinks is not None:
+            sink = torch.logaddexp(sink, layer.sinks.to(sink)[:, None])
+        taken = torch.sigmoid(sink - sums.log_total[..., 0])
+        return tuple(values.transpose(0, 1).flatten(1, 2).cpu() for values in (sums.entropy, sums.share(0), taken))
+
+    def mean(self, layers: tuple[int, ...], item: int) -> Tensor:
+        """Over the queries ``[layers, heads, …]``; one that sees nothing of a range does not count there."""
+        rows = [torch.cat([part[item] for part in self.found[layer]], 1).nanmean(1) for layer in layers]
+        if len({row.shape for row in rows}) > 1:
+            raise ValueError(f"model must have as many heads in each layer, got {[row.shape[0] for row in rows]}")
+        return torch.stack(rows)
 
 
-def _mean(parts: list[tuple[Tensor, Tensor, Tensor]], item: int) -> Tensor:
-    """Over the queries; one that sees nothing of a range does not count."""
-    return torch.cat([part[item] for part in parts], dim=1).nanmean(1)
-
-
-def _decades(length: int) -> Iterator[Range]:
-    yield 0, 1
-    start = 1
-    while start < length:
-        yield start, min(10 * start, length)
-        start *= 10
-
-
-def _layers(collected: dict[int, Any], name: str) -> tuple[int, ...]:
-    if not collected:
-        raise ValueError(f"model {name} has no layer with softmax attention")
-    return tuple(sorted(collected))
-
-
-def _stack(rows: list[Tensor]) -> Tensor:
-    if len({row.shape for row in rows}) > 1:
-        raise ValueError(f"model must have the same number of heads in all layers, got {[row.shape[0] for row in rows]}")
-    return torch.stack(rows)
+def _decades(length: int) -> tuple[Range, ...]:
+    """The token itself, then [1, 10), [10, 100), … up to ``length``."""
+    starts = [1]
+    while 10 * starts[-1] < length:
+        starts.append(10 * starts[-1])
+    return (0, 1), *((start, min(10 * start, length)) for start in starts)

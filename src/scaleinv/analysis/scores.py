@@ -78,7 +78,8 @@ class ScoreStatistics:
             for row, layer in enumerate(self.layers):
                 for head in range(scores.mean.shape[1]):
                     values = {
-                        item: getattr(scores, item)[row, head].item() for item in ("mean", "variance", "skew", "kurtosis")
+                        item: getattr(scores, item)[row, head].item()
+                        for item in ("mean", "variance", "skew", "kurtosis")
                     }
                     quantiles = zip(self.normal, scores.quantiles[row, head].tolist(), strict=True)
                     yield {
@@ -129,21 +130,21 @@ def score_statistics(
     count = length - 1 if queries is None else min(queries, length - 1)
     positions = torch.linspace(1, length - 1, count, dtype=torch.float64).round().to(torch.int64)
     generator = torch.Generator().manual_seed(seed)
+    pairs: dict[int | None, _Pairs] = {}  # by sliding window; layers and windows of the text share them
     found: tuple[dict[int, _Sample], dict[int, _Sample]] = {}, {}
+
+    def consume(layer: Layer) -> None:
+        if layer.window not in pairs:
+            pairs[layer.window] = _Pairs(positions, layer.window, kept // len(texts), generator)
+        for samples, rotary in zip(found, (True, False), strict=True):
+            if rotary or layer.unrotated is not None:
+                sample = samples.setdefault(layer.index, _Sample())
+                for rows in blocks_of(torch.arange(count), layer, block):
+                    sample.add(layer, pairs[layer.window], rows.cpu(), rotary)
+
     for number, text in enumerate(texts, 1):
         if progress:
             progress(f"scores: {name}, {length:,} tokens, window {number} of {len(texts)}")
-        pairs: dict[int | None, _Pairs] = {}  # layers with the same window keep the same pairs
-
-        def consume(layer: Layer, pairs: dict[int | None, _Pairs] = pairs) -> None:
-            if layer.window not in pairs:
-                pairs[layer.window] = _Pairs(positions, layer.window, kept // len(texts), generator)
-            for samples, rotary in zip(found, (True, False), strict=True):
-                if rotary or layer.unrotated is not None:
-                    sample = samples.setdefault(layer.index, _Sample())
-                    for part in blocks_of(torch.arange(count), layer, block):
-                        sample.add(layer, pairs[layer.window], part.cpu(), rotary)
-
         capture(model, text, consume)
     if not found[0]:
         raise ValueError(f"model {name} has no layer with softmax attention")
@@ -188,8 +189,8 @@ class _Sample:
         positions, low = pairs.positions[rows], pairs.low[rows]
         scores = layer.scores(positions.to(layer.query.device), rotary)[0]  # [H, R, N]
         first, last = (int(torch.searchsorted(pairs.rows, rows[end], right=end == -1)) for end in (0, -1))
-        chosen = pairs.rows[first:last] - rows[0], pairs.keys[first:last]
-        self.kept.append(scores[:, *(index.to(scores.device) for index in chosen)].to("cpu", torch.float32))
+        row, column = pairs.rows[first:last] - rows[0], pairs.keys[first:last]
+        self.kept.append(scores[:, row.to(scores.device), column.to(scores.device)].to("cpu", torch.float32))
         key = torch.arange(layer.length)
         seen = ((key >= low[:, None]) & (key <= positions[:, None])).to(scores.device)
         self.count += int(seen.sum())

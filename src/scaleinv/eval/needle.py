@@ -269,7 +269,9 @@ def run_needle(
 def write_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
     """Enter results in a folder's summary.json, beside what is there: the accuracies of each row by length."""
     path = folder / SUMMARY
-    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"loss": {}, "needle": {}, "settings": {}}
+    values: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() else {"loss": {}, "needle": {}, "settings": {}}
+    )
     for row, result in results.items():
         values.setdefault("needle", {})[row] = {
             label: {name: at[name] for name in ("accuracy", "low", "high", "samples")}

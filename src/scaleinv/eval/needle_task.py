@@ -127,7 +127,13 @@ class Sample:
 
 
 def make_sample(
-    task: NeedleTask, data: TokenData, tokenizer: Tokenizer, *, seed: int, index: int, split: Literal["train", "val"] = "val"
+    task: NeedleTask,
+    data: TokenData,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    index: int,
+    split: Literal["train", "val"] = "val",
 ) -> Sample:
     """Sample ``index`` of a task, the same whichever others are made.
 

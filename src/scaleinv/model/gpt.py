@@ -97,7 +97,9 @@ class GPT(nn.Module):
         if len(pieces) == 1:
             return part(hidden, targets)
         recompute = torch.is_grad_enabled()
-        return torch.cat([checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces], 1)
+        return torch.cat(
+            [checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces], 1
+        )
 
     def count_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -129,7 +131,9 @@ class GPT(nn.Module):
 
     def _check(self, tokens: Tensor, cache: KVCache | None, document_ids: Tensor | None) -> None:
         if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens must be integers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}")
+            raise ValueError(
+                f"tokens must be integers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
+            )
         if tokens.shape[1] == 0:
             raise ValueError("tokens must hold at least one token, got an empty text")
         if document_ids is not None and cache is not None:
@@ -219,5 +223,3 @@ class Attention(nn.Module):
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the channels, without gain."""
     return F.rms_norm(x, x.shape[-1:])
-
-

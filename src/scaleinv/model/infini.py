@@ -18,7 +18,9 @@ from scaleinv.ops.api import attention
 def empty_state(key: Tensor, value: Tensor) -> InfiniState:
     """The state before the first token, for keys and values ``[B, H, n, D]``."""
     memory = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3], dtype=torch.float32)
-    return InfiniState(memory, memory.new_zeros(*key.shape[:2], key.shape[3]), key[:, :, :0], key[:, :, :0], value[:, :, :0])
+    return InfiniState(
+        memory, memory.new_zeros(*key.shape[:2], key.shape[3]), key[:, :, :0], key[:, :, :0], value[:, :, :0]
+    )
 
 
 def infini_attention(

@@ -163,9 +163,7 @@ def which_backend(
     return chosen if detail or not chosen.startswith("blocked") else "blocked"
 
 
-def _choose(
-    backend: str, query: Tensor, key: Tensor, value: Tensor, logits: LogitTransform, return_lse: bool
-) -> str:
+def _choose(backend: str, query: Tensor, key: Tensor, value: Tensor, logits: LogitTransform, return_lse: bool) -> str:
     if backend == "reference":
         return backend
     if backend in ("auto", "flex") and (backend == "flex" or query.device.type == "cuda"):
@@ -250,7 +248,9 @@ def _checked(
     if key.shape[3] != head_dim:
         raise ValueError(f"key must have query's head dimension {head_dim}, got {key.shape[3]}")
     if value.shape[1:3] != key.shape[1:3]:
-        raise ValueError(f"value must have key's heads and length {tuple(key.shape[1:3])}, got {tuple(value.shape[1:3])}")
+        raise ValueError(
+            f"value must have key's heads and length {tuple(key.shape[1:3])}, got {tuple(value.shape[1:3])}"
+        )
     if key.shape[1] == 0 or heads % key.shape[1]:
         raise ValueError(f"key must have a number of heads that divides query's {heads}, got {key.shape[1]}")
     if not isinstance(logits, LogitTransform):

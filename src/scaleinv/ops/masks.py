@@ -73,7 +73,9 @@ class Geometry:
         """Which distances are visible."""
         return (distance >= self.nearest) & (distance <= self.farthest)
 
-    def diagonal_tables(self, logits: LogitTransform, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def diagonal_tables(
+        self, logits: LogitTransform, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """a and m along the diagonals, ``[heads or 1, Nq + Nk - 1]`` each: entry x holds distance ``last - x``.
 
         Row i of the logits reads entries ``Nq - 1 - i + key``: contiguous in the key. Hidden diagonals hold a = 0 and

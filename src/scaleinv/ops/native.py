@@ -239,9 +239,7 @@ def _call(
     )
 
 
-def _segments(
-    document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry
-) -> tuple[Tensor, Tensor] | None:
+def _segments(document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry) -> tuple[Tensor, Tensor] | None:
     """Documents of queries and keys as small non-negative int32, -1 for a key that is masked or out of every reach."""
     if document_ids is not None:
         keys = torch.unique(document_ids, return_inverse=True)[1]

@@ -129,7 +129,10 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
         for key, measured in t.mapping(data.get("lengths"), f"{path}: lengths").items():
             t.multiple(key, train_length, str(path))
             for interval in t.mapping(measured, f"{path}: {key}").get("positions") or []:
-                low, high, loss = _numbers(interval, 3, f"{path}: {key}: positions")
+                if not isinstance(interval, list) or len(interval) != 3:
+                    raise ValueError(f"{path}: {key}: positions must be [first, past the last, loss], got {interval!r}")
+                named = dict(zip(("first", "past the last", "loss"), interval, strict=True))
+                low, high, loss = (t.number(named, name, f"{path}: {key}: positions") for name in named)
                 losses[key][_row(data, path)][low, high].append(loss)
     keys = t.ordered_lengths(losses, train_length)
     looks = _looks(row for rows in losses.values() for row in rows)
@@ -138,6 +141,7 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
             f"windows of {t.length_label(key, train_length)}",
             tuple(Series(look, _positions(losses[key][row])) for row, look in looks.items() if row in losses[key]),
             mark=train_length,
+            settled=8,  # the first tokens have nothing to go by
         )
         for key in keys
     ]
@@ -150,7 +154,7 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
         f"validation {LOSS}",
         panels,
         log_x=True,
-        ticks=tuple((4.0**k, t.tokens_label(4**k)) for k in range(1, 16) if 4**k <= last),
+        ticks=tuple((4.0**k, t.tokens_label(4**k)) for k in range(16) if 4**k <= last),
     )
 
 
@@ -305,8 +309,9 @@ def _draw_series(axis: Axes, series: Series) -> None:
     axis.plot(
         x, y, marker=marker, color=look.color, ls=look.dashes, label=look.label, zorder=2 + (look.color == "#000000")
     )
-    bars = [point for point in points if point.low is not None and point.high is not None]
-    axis.vlines([p.x for p in bars], [p.low for p in bars], [p.high for p in bars], color=look.color, linewidth=1)
+    bars = [(point.x, point.low, point.high) for point in points if point.low is not None and point.high is not None]
+    if bars:
+        axis.vlines(*zip(*bars, strict=True), color=look.color, linewidth=1)
 
 
 def _limit(axis: Axes, chart: Chart, panel: Panel) -> None:
@@ -346,7 +351,7 @@ def _positions(bins: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Poi
     """Each range of positions [low, high) at its geometric middle, counted from 1 so that the first has a logarithm."""
     means = ((low, high, sum(losses) / len(losses)) for (low, high), losses in sorted(bins.items()))
     return tuple(
-        Point(math.sqrt((low + 1) * high), mean, label=f"positions {low:,.0f}–{high - 1:,.0f}")
+        Point(math.sqrt((low + 1) * high), mean, label=f"position {low:,.0f}" + f"–{high - 1:,.0f}" * (high - low > 1))
         for low, high, mean in means
         if math.isfinite(mean)
     )
@@ -373,12 +378,6 @@ def _row(data: Mapping[str, Any], path: Path) -> str:
     if not isinstance(data.get("row"), str):
         raise ValueError(f"{path} must name its row, got {data.get('row')!r}")
     return data["row"]
-
-
-def _numbers(data: Any, count: int, where: str) -> list[float]:
-    if not isinstance(data, list) or len(data) != count:
-        raise ValueError(f"{where} must be lists of {count} numbers, got {data!r:.60}")
-    return [t.number({"value": value}, "value", where) for value in data]
 
 
 def _lines(path: Path) -> list[Mapping[str, Any]]:

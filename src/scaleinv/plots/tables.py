@@ -142,13 +142,11 @@ def terminal_table(summary: Mapping[str, Any]) -> str:
 
 def loss_table(summary: Summary) -> Table:
     """Rows × lengths, and the change from the shortest length to the longest."""
-    counts = sorted({x.record["seeds"] for row in summary.loss.values() for x in row.values() if x.record["seeds"]})
+    found = [estimate for lengths in summary.loss.values() for estimate in lengths.values()]
+    counts = sorted({estimate.record["seeds"] for estimate in found} - {None})
     seeds = f", {' or '.join(map(str, counts))} seed{'s' * (counts[-1] > 1)}" if counts else ""
-    spread = (
-        ", mean ± standard error"
-        if any(x.low is not None for row in summary.loss.values() for x in row.values())
-        else ""
-    )
+    over = f" {summary.settings['stderr']}" if isinstance(summary.settings.get("stderr"), str) else ""
+    spread = f", mean ± standard error{over}" if any(estimate.low is not None for estimate in found) else ""
     caption = f"Validation loss (nats per token){spread}{seeds}"
     table = _table("loss", caption, summary.loss, summary.train_length, min)
     keys, changed = lengths_of(summary.loss, summary.train_length), changes(summary)
@@ -227,7 +225,9 @@ def parse_loss(data: Any, where: str) -> Estimate:
     data = mapping(data, where)
     mean, error = number(data, "mean", where), number(data, "stderr", where, optional=True)
     seeds = data.get("seeds")
-    record = {"mean": mean, "stderr": error, "seeds": len(seeds) if isinstance(seeds, list) else seeds}
+    if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
+        raise ValueError(f"{where}: seeds must be a positive whole number, got {seeds!r}")
+    record = {"mean": mean, "stderr": error, "seeds": seeds}
     if not math.isfinite(mean):
         return Estimate(math.nan, None, None, "diverged", record)
     if not error or not math.isfinite(error):

@@ -61,7 +61,9 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], extra: dict[str, A
     if problem is not None:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"checkpoint of step {step} could not be written to {folder}: {_reason(problem)}") from problem
+        raise CheckpointError(
+            f"checkpoint of step {step} could not be written to {folder}: {_reason(problem)}"
+        ) from problem
     _barrier()
     return final
 

@@ -62,8 +62,10 @@ def world(device: str = "auto") -> Iterator[World]:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device")
-    chosen = torch.device("cuda", local) if device in ("auto", "cuda") and kind == "cuda" else torch.device(
-        "cpu" if device == "auto" else device
+    chosen = (
+        torch.device("cuda", local)
+        if device in ("auto", "cuda") and kind == "cuda"
+        else torch.device("cpu" if device == "auto" else device)
     )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

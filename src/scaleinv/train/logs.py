@@ -76,7 +76,9 @@ class Progress:
         self.rate = (step - self.marked_step) * self.tokens / max(now - self.marked, 1e-9)
         self.marked, self.marked_step = now, step
         left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
-        text = f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  ETA {clock(left)}"
+        text = (
+            f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  ETA {clock(left)}"
+        )
         self.say(text)
 
 

@@ -1,0 +1,318 @@
+"""What holds for every backend: decoding, chunks, splits, packing, hidden keys, extremes and layouts."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import EVERY, FAST, TRANSFORMS
+
+import scaleinv
+
+every_backend = pytest.mark.parametrize("backend", EVERY)
+every_transform = pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "logn-context"])
+
+
+def tensors(batch=2, heads=4, kv_heads=2, queries=70, keys=70, dim=16, value_dim=12):
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, queries, dim)
+    return query, torch.randn(batch, kv_heads, keys, dim), torch.randn(batch, kv_heads, keys, value_dim)
+
+
+def transform_of(name, heads=4):
+    torch.manual_seed(1)
+    return TRANSFORMS[name](heads, 200)
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@every_backend
+@every_transform
+@pytest.mark.parametrize("options", [{}, {"window": 20}], ids=str)
+class TestCache:
+    def test_a_decoding_step_is_the_last_row(self, backend, transform, options):
+        query, key, value = tensors()
+        logits = transform_of(transform)
+        whole = scaleinv.attention(query, key, value, logits, backend=backend, return_lse=True, **options)
+        for rows in (1, 4, 8, 9):  # up to 8 rows × 2 heads the kernel takes its decoding path
+            step = scaleinv.attention(
+                query[:, :, -rows:], key, value, logits, backend=backend, return_lse=True, **options
+            )
+            for got, want in zip(step, whole, strict=True):
+                close(got, want[:, :, -rows:])
+
+    def test_chunked_prefill_is_the_whole(self, backend, transform, options):
+        query, key, value = tensors()
+        logits = transform_of(transform)
+        whole = scaleinv.attention(query, key, value, logits, backend=backend, **options)
+        chunks = []
+        for start, stop in ((0, 33), (33, 34), (34, 70)):
+            seen = key[:, :, :stop], value[:, :, :stop]
+            chunks.append(scaleinv.attention(query[:, :, start:stop], *seen, logits, backend=backend, **options))
+        close(torch.cat(chunks, 2), whole)
+
+
+@every_backend
+def test_a_preallocated_cache_with_an_offset_is_the_whole(backend):
+    query, key, value = tensors()
+    whole = scaleinv.attention(query, key, value, backend=backend)
+    for position in (0, 5, 69):
+        row = slice(position, position + 1)
+        step = scaleinv.attention(query[:, :, row], key, value, query_offset=position, backend=backend)
+        close(step, whole[:, :, row])
+
+
+@every_backend
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("split", [1, 31, 69])
+def test_parts_of_the_keys_merge_through_the_logsumexp(backend, causal, split):
+    """What ring attention does. The second part's keys start at `split`, so its queries start that much earlier."""
+    query, key, value = tensors()
+    options = {"causal": causal, "backend": backend, "return_lse": True}
+    whole, whole_lse = scaleinv.attention(query, key, value, **options)
+    first = scaleinv.attention(query, key[:, :, :split], value[:, :, :split], query_offset=0, **options)
+    second = scaleinv.attention(query, key[:, :, split:], value[:, :, split:], query_offset=-split, **options)
+    lse = torch.logaddexp(first[1], second[1])
+    close(lse, whole_lse)
+    close(sum(out * (part - lse).exp()[..., None] for out, part in (first, second)), whole)
+
+
+@every_backend
+@every_transform
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_are_the_documents_alone(backend, transform, causal):
+    query, key, value = tensors(batch=1)
+    logits = transform_of(transform)
+    lengths, ids = (20, 1, 49), (7, -5, 7_000_000_000)
+    document_ids = torch.cat([torch.full((1, n), i) for n, i in zip(lengths, ids, strict=True)], 1)
+    packed = scaleinv.attention(query, key, value, logits, causal=causal, document_ids=document_ids, backend=backend)
+    parts = zip(*(x.split(lengths, 2) for x in (query, key, value)), strict=True)
+    alone = [scaleinv.attention(*part, logits, causal=causal, backend=backend) for part in parts]
+    close(packed, torch.cat(alone, 2))
+
+
+@every_backend
+@every_transform
+def test_padding_changes_nothing(backend, transform):
+    query, key, value = tensors()
+    logits = transform_of(transform)
+    short = [x[:, :, :50] for x in (query, key, value)]
+    key_mask = torch.arange(70).expand(2, 70) < 50
+    padded = scaleinv.attention(query, key, value, logits, key_mask=key_mask, backend=backend)
+    close(padded[:, :, :50], scaleinv.attention(*short, logits, backend=backend))
+
+
+def gradients(tensors, backend, **options):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = scaleinv.attention(*leaves, backend=backend, return_lse=True, **options)
+    (out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()
+    return out.detach(), lse.detach(), *(x.grad for x in leaves)
+
+
+HIDING = {
+    "mask": {"key_mask": (torch.arange(70) % 3 > 0).expand(2, 70)},
+    "mask-bidirectional": {"key_mask": (torch.arange(70) % 3 > 0).expand(2, 70), "causal": False},
+    "mask-documents": {
+        "key_mask": (torch.arange(70) % 3 > 0).expand(2, 70),
+        "document_ids": (torch.arange(70) // 30).expand(2, 70),
+    },
+    "future": {"query_offset": 20, "rows": slice(20, 30)},
+    "future-one": {"query_offset": 20, "rows": slice(20, 21)},
+    "window": {"query_offset": 60, "rows": slice(60, 70), "window": 9},
+    "window-documents": {
+        "query_offset": 55,
+        "rows": slice(55, 65),
+        "window": 9,
+        "document_ids": torch.zeros(2, 70, dtype=torch.int64),
+    },
+}
+
+
+@every_backend
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_hidden_keys_may_hold_anything(backend, hiding, garbage):
+    options = dict(HIDING[hiding])
+    rows = options.pop("rows", slice(0, 70))
+    query, key, value = tensors()
+    query = query[:, :, rows]
+    hidden = ~options["key_mask"] if "key_mask" in options else torch.ones(2, 70, dtype=torch.bool)
+    if "key_mask" not in options:
+        hidden[:, max(0, rows.start - options.get("window", 99) + 1) : rows.stop] = False
+    clean = gradients([query, key, value], backend, **options)
+    spoilt = [x.masked_fill(hidden[:, None, :, None], garbage) for x in (key, value)]
+    for got, want in zip(gradients([query, *spoilt], backend, **options), clean, strict=True):
+        assert torch.equal(got, want)
+    assert all(torch.all(x.movedim(2, 1)[hidden] == 0) for x in clean[3:])
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [3, 70])
+def test_a_query_that_sees_nothing_gets_zero(backend, rows):
+    query, key, value = tensors(queries=rows)
+    key_mask = torch.ones(2, 70, dtype=torch.bool)
+    key_mask[1] = False
+    out, lse, *grads = gradients([query, key, value], backend, key_mask=key_mask)
+    assert torch.all(out[1] == 0)
+    assert torch.all(lse[1] == -torch.inf)
+    assert lse[0].isfinite().all()
+    assert all(torch.all(g[1] == 0) and g.isfinite().all() for g in grads)
+
+
+@every_backend
+def test_queries_before_every_key_get_zero(backend):
+    query, key, value = tensors(queries=70, keys=30)
+    out, lse, *grads = gradients([query, key, value], backend)  # query i stands at i - 40
+    assert torch.all(out[:, :, :40] == 0)
+    assert torch.all(lse[:, :, :40] == -torch.inf)
+    assert lse[:, :, 40:].isfinite().all()
+    assert torch.all(grads[0][:, :, :40] == 0)
+    assert all(g.isfinite().all() for g in grads)
+
+
+@every_backend
+@pytest.mark.parametrize("options", [{}, {"query_offset": -9}, {"query_offset": 9, "window": 3}], ids=str)
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(1, 0, 0), (1, 0, 5), (1, 5, 0), (0, 5, 5), (0, 0, 0)])
+def test_empty(backend, batch, queries, keys, options):
+    leaves = [x.requires_grad_() for x in tensors(batch=batch, queries=queries, keys=keys)]
+    logits = scaleinv.ScaleInvariant(heads=4, learnable=True)
+    out, lse = scaleinv.attention(*leaves, logits, backend=backend, return_lse=True, **options)
+    assert out.shape == (batch, 4, queries, 12)
+    assert torch.all(out == 0)
+    assert torch.all(lse == -torch.inf)
+    out.sum().backward()
+    for x in (*leaves, logits.log_tau):
+        assert x.grad.shape == x.shape
+        assert torch.all(x.grad == 0)
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_visible_nan_is_not_hidden(backend, rows, which, masked):
+    given = dict(zip(("query", "key", "value"), tensors(queries=rows), strict=True))
+    given[which][0, 0, -1 if which == "query" else 0] = torch.nan
+    key_mask = None
+    if masked:  # the NaN comes first and everything after it is hidden
+        key_mask = torch.zeros(2, 70, dtype=torch.bool)
+        key_mask[:, 0] = True
+    out = scaleinv.attention(**given, key_mask=key_mask, backend=backend)
+    assert out[0, 0, -1].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_huge_scores(backend, rows, size):
+    query, key, value = tensors(queries=rows)
+    exact = gradients([x.double() for x in (query, key, value)], "reference", scale=size)
+    for got, want in zip(gradients([query, key, value], backend, scale=size), exact, strict=True):
+        assert got.isfinite().all()
+        if got.dim() == 3:  # the logsumexp is as large as the scores
+            torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0.0)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_ten_million_tokens_away(backend, dtype):
+    if backend == "blocked-native" and dtype == torch.float64:
+        pytest.skip("float32 arithmetic")
+    query, key, value = (x.to(dtype) for x in tensors(batch=1, queries=2, keys=5))
+    offset = 10_000_000
+    out, lse = scaleinv.attention(query, key, value, query_offset=offset, backend=backend, return_lse=True)
+    S = query.double() @ key.double().repeat_interleave(2, 1).mT / 4
+    t = (offset + torch.arange(2)[:, None] - torch.arange(5)).double()
+    L = torch.sqrt(1 + 2 * torch.log(1 + t / 10)) * S - 2 * torch.log(1 + t / 10)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(lse.double(), L.logsumexp(-1), rtol=min(tolerance, 2e-6), atol=0.0)
+    want = L.softmax(-1) @ value.double().repeat_interleave(2, 1)
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels first": lambda x: x.mT.contiguous().mT,
+    "a slice": lambda x: x.repeat_interleave(2, 2).repeat_interleave(3, 3)[:, :, ::2, ::3],
+    "part of a wider one": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_of_the_inputs_does_not_matter(backend, layout, rows):
+    given = [LAYOUTS[layout](x) for x in tensors(queries=rows)]
+    assert not all(x.is_contiguous() for x in given)
+
+    def outputs(inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = scaleinv.attention(*leaves, backend=backend)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    for got, want in zip(outputs(given), outputs([x.contiguous() for x in given]), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("layout", ["transposed", "expanded"])
+def test_layout_of_the_incoming_gradient_does_not_matter(backend, layout):
+    leaves = [x.requires_grad_() for x in tensors()]
+    out = scaleinv.attention(*leaves, backend=backend)
+    grad = LAYOUTS[layout](torch.randn(out.shape))
+    got = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    want = torch.autograd.grad(out, leaves, grad.contiguous())
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@every_backend
+@pytest.mark.parametrize("wanted", ["query", "key", "value", "tables", "lengthscale"])
+def test_only_one_input_needs_a_gradient(backend, wanted):
+    query, key, value = tensors()
+    logits = scaleinv.ScaleInvariant(heads=4, learnable=True)
+    if wanted == "tables":
+        logits = scaleinv.DistanceTable(torch.rand(4, 70).requires_grad_(), torch.rand(1, 70).requires_grad_())
+    else:
+        logits.log_tau.requires_grad_(wanted == "lengthscale")
+    given = {"query": query, "key": key, "value": value}
+    if wanted in given:
+        given[wanted].requires_grad_()
+    exact = scaleinv.attention(**given, logits=logits, backend="reference")
+    out = scaleinv.attention(**given, logits=logits, backend=backend)
+    leaves = [x for x in (query, key, value, *logits.parameters(), *logits.buffers()) if x.requires_grad]
+    assert len(leaves) == (2 if wanted == "tables" else 1)
+    got, want = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, exact))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+class Unregistered(scaleinv.LogitTransform):
+    """A user's transform whose table is a plain attribute, unknown to nn.Module."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.held = [table]
+
+    def tables(self, length, *, dtype, device):
+        return torch.ones(1, length, dtype=dtype, device=device), self.held[0][None, :length].to(dtype)
+
+
+@every_backend
+def test_gradients_reach_a_table_that_no_module_knows(backend):
+    table = torch.randn(70, requires_grad=True)
+    scaleinv.attention(*tensors(), Unregistered(table), backend=backend).square().sum().backward()
+    assert table.grad is not None
+    assert table.grad.abs().sum() > 0
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [1, 70])
+def test_two_runs_are_bitwise_equal(backend, rows):
+    options = {"key_mask": torch.rand(2, 70) < 0.8}
+    first = gradients(tensors(queries=rows), backend, **options)
+    second = gradients(tensors(queries=rows), backend, **options)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
