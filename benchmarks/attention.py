@@ -153,9 +153,8 @@ def compare(
             }
         )
         share = f"{fraction:5.0%} of GEMM" if fraction else ""
-        say(
-            f"{op:17} D={head_dim:<3} N={length:<6} {name:15} {median * 1e3:10.2f} ms  {median / base:6.2f} x SDPA {share}"
-        )
+        case = f"{op:17} D={head_dim:<3} N={length:<6} {name:15}"
+        say(f"{case} {median * 1e3:10.2f} ms  {median / base:6.2f} x SDPA {share}")
     return rows
 
 

@@ -15,7 +15,6 @@ from scaleinv.ops.api import attention, which_backend
 from scaleinv.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from scaleinv import analysis, data, eval, hf, model, plots, train
     from scaleinv.model import GPT, GPTConfig, KVCache
 
 _LAZY = {"GPT": "model", "GPTConfig": "model", "KVCache": "model"}

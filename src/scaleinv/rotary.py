@@ -16,8 +16,8 @@ from torch import Tensor
 class Rotary:
     """Rotation by given frequencies.
 
-    Not an `nn.Module`: there is nothing to train or to save. Frequencies stay on the CPU, whatever the default device, and
-    a cast of the model cannot round them.
+    Not an `nn.Module`: there is nothing to train or to save. Frequencies stay on the CPU, whatever the default device,
+    and a cast of the model cannot round them.
 
     Args:
         frequencies: radians per token, ``[d/2]``; 0 leaves a channel pair alone.

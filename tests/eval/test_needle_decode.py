@@ -98,13 +98,13 @@ METHODS = ["rope", "rope+ntk", "yarn", "nope", "alibi", "logn+p-rope", "scale-in
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_cached_greedy_equals_greedy_without_a_cache(method, samples, monkeypatch):
-    """A random model that likes ";" and digits, so that its answers have parts and stay open for long."""
     torch.manual_seed(0)
     config = GPTConfig(layers=2, width=32, heads=2, vocab_size=300, train_length=128, method=method)
     model = GPT(config).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     monkeypatch.setattr(needle_decode, "decided", lambda text, sample: False)  # decode to the end
+    samples = samples[:3]
     readings = read_samples(model, samples, TASK, TOKENIZER)
     assert len({reading.text for reading in readings}) > 1
     room = longest_answer(TASK, TOKENIZER)

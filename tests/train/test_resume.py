@@ -111,7 +111,7 @@ def test_full_disk_is_a_clear_error(tiny, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.dcp, "save", full)
-    with pytest.raises(checkpoint.CheckpointError, match="step 2 could not be written to .*No space left on device"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 2 could not be written to .*No space left on device"):
         train.run(config)
     assert not list((Path(config.out) / "checkpoints").glob("*"))
 

@@ -1,4 +1,4 @@
-"""The blocked algorithm as a C kernel (kernel.c): float32 arithmetic on CPU, built on demand with the system's compiler.
+"""The blocked algorithm as a C kernel (kernel.c): float32 arithmetic on CPU, built on demand by the local compiler.
 
 Building takes a few seconds, once for each machine: the library is kept in the user's cache folder under a name made
 from the source, the compiler and the CPU. Without a compiler, `obstacle` says so and the plain twin (blocked.py) runs.

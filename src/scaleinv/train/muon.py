@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
                     raise ValueError(f"params must be matrices, got shape {tuple(parameter.shape)}")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

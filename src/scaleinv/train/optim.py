@@ -60,7 +60,7 @@ def initialize_states(optimizers: list[torch.optim.Optimizer]) -> None:
 def state_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """Weights and optimiser states under plain names: the live tensors, for saving and for loading into."""
     initialize_states(optimizers)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -93,7 +94,5 @@ def loss_at_length(
     model.train(was_training)
     means, places = here.sum(means), here.sum(places) / count
     stderr = (means.std() / math.sqrt(count)).item() if count > 1 else None
-    ranges = [
-        (low, high, places[low:high].mean().item()) for low, high in zip(edges, edges[1:], strict=False) if low < high
-    ]
+    ranges = [(low, high, places[low:high].mean().item()) for low, high in itertools.pairwise(edges) if low < high]
     return LengthLoss(length, means.mean().item(), stderr, count, ranges)
