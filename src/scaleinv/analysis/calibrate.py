@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class Calibration(Mapping[int, Tensor]):
     """A factor of the scores for each layer and head; also a mapping from the layer to its factors ``[heads]``."""
 
-    name: str
-    """The model."""
+    model: str
+    """What the model is called."""
     layers: tuple[int, ...]
     """The layers that have attention, as the model numbers them."""
     scale: Tensor
@@ -50,16 +50,16 @@ class Calibration(Mapping[int, Tensor]):
         flat = ~(deviation > 1e-8)
         if bool(flat.any()):
             logger.warning(
-                "%s: the scores do not vary in %d heads, which keep a factor of 1", scores.name, int(flat.sum())
+                "%s: the scores do not vary in %d heads, which keep a factor of 1", scores.model, int(flat.sum())
             )
-        return cls(scores.name, scores.layers, torch.where(flat, 1.0, 1 / deviation))
+        return cls(scores.model, scores.layers, torch.where(flat, 1.0, 1 / deviation))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON."""
         values = {
             "kind": "scaleinv calibration",
             "version": VERSION,
-            "model": self.name,
+            "model": self.model,
             "layers": list(self.layers),
             "scale": self.scale.tolist(),
         }

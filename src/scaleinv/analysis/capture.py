@@ -71,7 +71,10 @@ class Layer:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def logits(self, positions: Tensor) -> Tensor:
-        """L of the queries at ``positions [R]``: float64 ``[B, H, R, N]``, a column for each distance, -inf if hidden."""
+        """L of the queries at ``positions [R]``: float64 ``[B, H, R, N]``, a column for each distance.
+
+        -inf where there is no key at that distance, or where it is hidden.
+        """
         distance = torch.arange(self.length, device=positions.device)
         place = positions[:, None] - distance  # [R, N]: the key at each distance
         scores = self.scores(positions).to(torch.float64)
@@ -159,7 +162,7 @@ def _capture_gpt(model: GPT, tokens: Tensor, consume: Consume) -> None:
         rotated = (query, key) if turn is None else (rotate(query, *turn), rotate(key, *turn))
         consume(Layer(module.layer, *rotated, (query, key), module.logits, query.shape[-1] ** -0.5))
 
-    handles = [block.attention.register_forward_pre_hook(hook) for block in model.blocks]  # type: ignore[union-attr,operator]
+    handles = [block.attention.register_forward_pre_hook(hook) for block in model.blocks]  # type: ignore[union-attr]
     try:
         model.hidden(tokens)
     finally:

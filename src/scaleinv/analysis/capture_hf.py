@@ -3,10 +3,10 @@
 A stock model runs, for the time of the capture, as a conversion to plain logits: the same function, computed by our
 attention, which tells us the geometry (a sliding window, say) and needs no N × N mask. A converted model runs as it is.
 
-What queries and keys are before the rotary embedding shows when the model calls ``apply_rotary_pos_emb`` or a sibling of
-that name, as almost all of transformers does: for the time of the capture these functions take notes. What they returned
-is compared with what then reaches attention, so that nothing is mistaken. Models that do more in between (DeepSeek, where
-a part of each head is rotated apart) give no scores without the rotary; all else works.
+What queries and keys are before the rotary embedding shows when the model calls ``apply_rotary_pos_emb`` or a sibling
+of that name, as almost all of transformers does: for the time of the capture these functions take notes. What they
+returned is compared with what then reaches attention, so that nothing is mistaken. Models that do more in between
+(DeepSeek, where a part of each head is rotated apart) give no scores without the rotary; all else works.
 """
 
 from __future__ import annotations

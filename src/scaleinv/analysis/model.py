@@ -8,6 +8,7 @@ distribution over the other keys, renormalised.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,7 +53,8 @@ class ModelStatistics:
     """A model at several context lengths; `model_statistics` makes it."""
 
     file: ClassVar[str] = "attention"
-    name: str
+    model: str
+    """What the model is called."""
     layers: tuple[int, ...]
     """The layers that have attention, as the model numbers them."""
     lengths: tuple[LengthStatistics, ...]
@@ -70,6 +72,17 @@ class ModelStatistics:
         """Write ``attention.csv``, a line for each length, layer, head and range, and ``attention.json``."""
         return save_data(folder, self.file, self._rows(), listed(self))
 
+    @classmethod
+    def load(cls, path: Path) -> ModelStatistics:
+        """What `save` wrote, from the folder or from ``attention.json`` itself."""
+        path = Path(path) / f"{cls.file}.json" if Path(path).is_dir() else Path(path)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            entries = tuple(LengthStatistics(**_restored(entry)) for entry in values["lengths"])
+            return cls(values["model"], tuple(values["layers"]), entries, values["ratio"], values["recent"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"path {str(path)!r} holds no statistics of a model: {error!r}") from error
+
     def _rows(self) -> Iterator[dict[str, Any]]:
         for entry in self.lengths:
             far, recent = (entry.length // self.ratio, entry.length), (0, self.recent)
@@ -86,7 +99,7 @@ class ModelStatistics:
                         ("first token", (None, None), entry.sink_share[row, head], None),
                     ):
                         yield {
-                            **{"model": self.name, "length": entry.length, "layer": layer, "head": head},
+                            **{"model": self.model, "length": entry.length, "layer": layer, "head": head},
                             **{"range": kind, "start": start, "stop": stop},
                             **{"share": listed(share), "entropy": listed(entropy)},
                         }
@@ -179,6 +192,21 @@ def listed(content: Any) -> Any:
         return content
     values = {field.name: listed(getattr(content, field.name)) for field in dataclasses.fields(content)}
     return dataclasses.replace(content, **values)
+
+
+def _restored(entry: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `LengthStatistics` from JSON, in which NaN is null."""
+
+    def numbers(value: Any) -> Any:
+        return [numbers(item) for item in value] if isinstance(value, list) else torch.nan if value is None else value
+
+    ranges = tuple((start, stop) for start, stop in entry["ranges"])
+    tensors = {name: numbers(value) for name, value in entry.items() if isinstance(value, list) and name != "ranges"}
+    return {
+        **entry,
+        "ranges": ranges,
+        **{name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()},
+    }
 
 
 class _Collector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from scaleinv.analysis.calibrate import Calibration
 from scaleinv.analysis.capture import training_length
 from scaleinv.analysis.figures import Progress
-from scaleinv.analysis.model import model_statistics
+from scaleinv.analysis.model import ModelStatistics, model_statistics
 from scaleinv.analysis.scores import score_statistics
 
 LENGTHS = ("1x", "4x", "16x")
@@ -53,8 +54,15 @@ def model_report(
     wanted = context_lengths(lengths, model)
     scores = score_statistics(model, tokens, name=name, windows=windows, bos=bos, progress=progress)
     paths = [*scores.save(out), *plots.save_qq(scores, out), Calibration.of(scores).save(out / "calibration.json")]
-    statistics = model_statistics(model, tokens, wanted, name=name, windows=windows, bos=bos, progress=progress)
-    return [*paths, *statistics.save(out), *plots.save_models([statistics], out), *plots.save_ranges(statistics, out)]
+    statistics: ModelStatistics | None = None
+    written: list[Path] = []
+    for length in wanted:
+        found = model_statistics(model, tokens, [length], name=name, windows=windows, bos=bos, progress=progress)
+        before = () if statistics is None else statistics.lengths
+        statistics = dataclasses.replace(found, lengths=(*before, *found.lengths))
+        pictures = [*plots.save_models([statistics], out), *plots.save_ranges(statistics, out)]
+        written = [*statistics.save(out), *pictures]  # anew with each length
+    return [*paths, *written]
 
 
 def analyze_model(
@@ -127,8 +135,9 @@ def _open_hf(path: str, lengths: Sequence[str | int], text: Path | None) -> Open
             f"text must be given for a Hugging Face model: {path!r} brings none (and it is no run's folder)"
         )
     try:
-        import scaleinv.hf  # noqa: F401 — makes converted models known to transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import scaleinv.hf  # noqa: F401 — makes converted models known to transformers
     except ImportError as error:
         raise RuntimeError(f"path {path!r} is no run's folder, and Hugging Face models need transformers") from error
     try:

@@ -52,7 +52,8 @@ class ScoreStatistics:
     """The scores of a model; `score_statistics` makes it."""
 
     file: ClassVar[str] = "scores"
-    name: str
+    model: str
+    """What the model is called."""
     length: int
     windows: int
     pairs: int
@@ -83,7 +84,7 @@ class ScoreStatistics:
                     }
                     quantiles = zip(self.normal, scores.quantiles[row, head].tolist(), strict=True)
                     yield {
-                        **{"model": self.name, "rotary": kind, "layer": layer, "head": head, **values},
+                        **{"model": self.model, "rotary": kind, "layer": layer, "head": head, **values},
                         **{f"quantile {normal:+.1f}": value for normal, value in quantiles},
                     }
 
@@ -232,6 +233,6 @@ def _warnings(name: str, layers: tuple[int, ...], scores: Scores) -> tuple[str, 
     row, head = divmod(int((scores.variance.log().abs()).argmax()), far.shape[1])
     return (
         f"{name}: the variance of the scores is far from 1 in {int(far.sum())} of {far.numel()} heads "
-        f"({scores.variance[row, head].item():.3g} in layer {layers[row]}, head {head}), where the theory takes it to be 1; "
-        "scaleinv.analysis.calibrate gives the factors that would mend it",
+        f"({scores.variance[row, head].item():.3g} in layer {layers[row]}, head {head}), where the theory takes it to "
+        "be 1; scaleinv.analysis.calibrate gives the factors that would mend it",
     )

@@ -209,7 +209,7 @@ def _query_scale(
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     return float(scale)
 
@@ -244,6 +244,8 @@ def _checked(
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have query's batch size {query.shape[0]}, got {x.shape[0]}")
     batch, heads, queries, head_dim = query.shape
+    if heads == 0:
+        raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
     keys = key.shape[2]
     if key.shape[3] != head_dim:
         raise ValueError(f"key must have query's head dimension {head_dim}, got {key.shape[3]}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from scaleinv.analysis.model import ModelStatistics
 from scaleinv.analysis.scores import ScoreStatistics
 from scaleinv.plots import style
+from scaleinv.plots.tables import tokens_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ COLUMNS = 6
 
 
 def draw_models(models: Sequence[ModelStatistics]) -> Figure:
-    """Figure 1, bottom: as its top, in trained models: the mean over all heads; the bands hold the middle half of them.
+    """Figure 1, bottom: as its top, in trained models: the mean over all heads, in a band that leaves out the tenth at both ends.
 
     Names that are methods of the paper have their colours.
     """
@@ -36,14 +37,14 @@ def draw_models(models: Sequence[ModelStatistics]) -> Figure:
         ("far_entropy", f"Inside the farthest range [N/{ratio}, N)", "entropy (nats)"),
         ("recent_share", f"The {recent} most recent tokens", "share of attention"),
     )
-    looks = _looks([model.name for model in models])
+    looks = _looks([model.model for model in models])
     with style.applied():
         figure, axes = style.panels(3)
         for axis, (quantity, title, unit) in zip(axes, quantities, strict=True):
             for model, look in zip(models, looks, strict=True):
                 x = [entry.length for entry in model.lengths]
                 heads = [getattr(entry, quantity).flatten() for entry in model.lengths]
-                low, high = ([values.nanquantile(part).item() for values in heads] for part in (0.25, 0.75))
+                low, high = ([values.nanquantile(part).item() for values in heads] for part in (0.1, 0.9))
                 y = [values.nanmean().item() for values in heads]
                 axis.plot(x, y, look.marker, color=look.color, ls=look.dashes, label=look.label)
                 axis.fill_between(x, low, high, color=look.color, alpha=0.15, linewidth=0)
@@ -60,11 +61,11 @@ def draw_models(models: Sequence[ModelStatistics]) -> Figure:
 def draw_ranges(data: ModelStatistics) -> Figure:
     """Attention on each range of distances: against the context length, and by layer at the longest one."""
     longest = max(data.lengths, key=lambda entry: entry.length)
-    label = _looks([data.name])[0].label
+    label = _looks([data.model])[0].label
     with style.applied():
         figure, (left, right) = style.panels(2, width=4.6, height=3.8)
         shares = [entry.range_share.mean((0, 1)) for entry in data.lengths]
-        _bars(left, shares, [_tokens(entry.length) for entry in data.lengths])
+        _bars(left, shares, [tokens_label(entry.length) for entry in data.lengths])
         left.set_xlabel("context length N (tokens)")
         left.set_title(f"{label}: mean over all heads")
         _bars(right, list(longest.range_share.mean(1)), [str(layer) for layer in data.layers])
@@ -76,19 +77,20 @@ def draw_ranges(data: ModelStatistics) -> Figure:
             names[position] = (
                 "the token itself" if stop == 1 else f"{start:,} …" if last else f"{start:,} – {stop - 1:,}"
             )
-        legend = figure.legend(handles, names, loc="outside right center", title="tokens ago", reverse=True)
-        legend.set_in_layout(True)
+        figure.legend(
+            handles, names, loc="outside right center", title="tokens ago", alignment="left", reverse=True
+        )
     return figure
 
 
 def draw_qq(data: ScoreStatistics, rotary: bool = True) -> Figure:
     """Figures 9 – 14: the quantiles of each head's scores against a Gaussian's, a panel for each layer.
 
-    On the dashed diagonal scores are Gaussian with mean 0 and variance 1; a straight line elsewhere is another Gaussian.
+    On the dashed diagonal the scores are Gaussian with mean 0 and variance 1; another straight line is another Gaussian.
     """
     scores = data.rotary if rotary else data.without_rotary
     if scores is None:
-        raise ValueError(f"rotary=False cannot be had: {data.name} does not show its scores without the rotary")
+        raise ValueError(f"rotary=False cannot be had: {data.model} does not show its scores without the rotary")
     columns = min(COLUMNS, len(data.layers))
     rows = math.ceil(len(data.layers) / columns)
     with style.applied():
@@ -104,7 +106,7 @@ def draw_qq(data: ScoreStatistics, rotary: bool = True) -> Figure:
             variance = scores.variance[row]
             axis.set_title(f"layer {data.layers[row]}, variance {_span(variance)}", fontsize=8)
         kind = "with" if rotary else "without"
-        figure.suptitle(f"{_looks([data.name])[0].label}: scores {kind} the rotary, a line for each head", fontsize=10)
+        figure.suptitle(f"{_looks([data.model])[0].label}: scores {kind} the rotary, a line for each head", fontsize=10)
         figure.supxlabel("quantiles of a Gaussian", fontsize=10)
         figure.supylabel("quantiles of the scores", fontsize=10)
     return figure
@@ -171,18 +173,8 @@ def _looks(names: Sequence[str]) -> list[style.Look]:
 
 def _length_ticks(axis: Axes, lengths: Sequence[int]) -> None:
     shown = lengths[:: math.ceil(len(lengths) / 6)]
-    axis.set_xticks(shown, [_tokens(length) for length in shown])
+    axis.set_xticks(shown, [tokens_label(length) for length in shown])
     axis.minorticks_off()
-
-
-def _tokens(count: int) -> str:
-    """
-    >>> _tokens(512), _tokens(8192), _tokens(1000), _tokens(1 << 20)
-    ('512', '8k', '1000', '1M')
-    """
-    if count % (1 << 20) == 0:
-        return f"{count >> 20}M"
-    return f"{count >> 10}k" if count % 1024 == 0 else str(count)
 
 
 def _span(values: Tensor) -> str:
