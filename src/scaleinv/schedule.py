@@ -40,7 +40,10 @@ def check_parameters(tau: Any, alpha: float, beta: float) -> None:
 def lengthscales(tau: Any) -> list[float]:
     """tau as plain numbers, whether it is one, a sequence or a tensor."""
     values = tau.detach().reshape(-1).tolist() if isinstance(tau, Tensor) else tau
-    return [float(value) for value in values] if isinstance(values, Iterable) else [float(values)]
+    try:
+        return [float(value) for value in values] if isinstance(values, Iterable) else [float(values)]
+    except TypeError:
+        raise TypeError(f"tau must be a number, a sequence of numbers or a tensor, got {tau!r}") from None
 
 
 def coefficients(
@@ -50,7 +53,7 @@ def coefficients(
 
     Args:
         t: distances in tokens, a number or a tensor of any shape.
-        tau: the lengthscale in tokens; a tensor broadcasts against ``t``, and gradients flow to it.
+        tau: the lengthscale in tokens; several broadcast against ``t``, and gradients flow to a tensor.
         alpha: height of the expected weight at t = 0.
         beta: height of the expected negentropy at t = 0.
         dtype: of the result; float64 unless given. The formula is always evaluated in float64.
@@ -60,10 +63,7 @@ def coefficients(
     (1.0, 0.0)
     """
     check_parameters(tau, alpha, beta)
-    distance = _distances(t)
-    if bool((distance < 0).any()):
-        raise ValueError(f"t must not be negative, got a minimum of {distance.min().item()}")
-    scale, shift = unchecked_coefficients(distance, _lengthscale(tau), alpha, beta)
+    scale, shift = unchecked_coefficients(_distances(t), _lengthscale(tau), alpha, beta)
     return scale.to(dtype or torch.float64), shift.to(dtype or torch.float64)
 
 
@@ -104,8 +104,11 @@ def _limit(tau: float, name: str, height: float, delta: float) -> float:
 
 
 def _distances(t: Any) -> Tensor:
-    return torch.as_tensor(t).to(torch.float64)
+    distance = torch.as_tensor(t, dtype=torch.float64)
+    if bool((distance < 0).any()):
+        raise ValueError(f"t must not be negative, got a minimum of {distance.min().item()}")
+    return distance
 
 
-def _lengthscale(tau: Any) -> Tensor | float:
-    return tau.to(torch.float64) if isinstance(tau, Tensor) else float(tau)
+def _lengthscale(tau: Any) -> Tensor:
+    return torch.as_tensor(tau, dtype=torch.float64)

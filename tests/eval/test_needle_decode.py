@@ -16,7 +16,7 @@ TOKENIZER = ByteTokenizer()
 
 
 class Rigged(nn.Module):
-    """Answers each sample with a text of ours, however it is asked; a wrong turn is followed by the rest of the text."""
+    """Answers each sample with a text of ours, however it is asked."""
 
     def __init__(self, samples, texts, vocab_size=300):
         super().__init__()
@@ -54,7 +54,8 @@ def samples(tmp_path_factory):
 def test_always_and_never(samples):
     right = read_samples(Rigged(samples, [s.answer for s in samples]), samples, TASK, TOKENIZER)
     assert all(reading.correct == [True] * 3 for reading in right)
-    assert all(reading.tokens_right == reading.tokens == sample.mask.sum() for reading, sample in zip(right, samples))
+    assert [reading.tokens for reading in right] == [sample.mask.sum() for sample in samples]
+    assert all(reading.tokens_right == reading.tokens for reading in right)
     expected = float(torch.logsumexp(torch.tensor([5.0, 9.0] + [0.0] * 298), 0) - 5)
     assert all(reading.loss == pytest.approx(expected) for reading in right)
     never = read_samples(Rigged(samples, ["?" * 30 for _ in samples]), samples, TASK, TOKENIZER)
@@ -69,7 +70,7 @@ def test_a_right_answer_costs_two_passes(samples):
 
 def test_after_a_mistake_the_model_goes_on_freely(samples):
     """Longer, shorter, late and early mistakes, mixed in one batch with right answers."""
-    first, second, last = zip(*(sample.answer.split(";") for sample in samples))
+    first, second, last = zip(*(sample.answer.split(";") for sample in samples), strict=True)
     texts = [
         samples[0].answer,
         f"Constantinople=7;{second[1]};{last[1]}"[: longest_answer(TASK, TOKENIZER)],

@@ -177,7 +177,7 @@ def test_bad_tasks_are_refused_by_name(argument, value):
 def test_bad_samples_are_refused_by_name(data, tokenizer):
     with pytest.raises(ValueError, match="length must leave room"):
         make_sample(NeedleTask(length=20), data, tokenizer, seed=0, index=0)
-    with pytest.raises(ValueError, match="length .* but the split has"):
+    with pytest.raises(ValueError, match=r"length .* but the split has"):
         make_sample(NeedleTask(length=10**6), data, tokenizer, seed=0, index=0)
     with pytest.raises(ValueError, match="index"):
         make_sample(NeedleTask(), data, tokenizer, seed=0, index=-1)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BertConfig,
@@ -25,6 +27,8 @@ from transformers import (
 )
 
 import scaleinv.hf
+from scaleinv.hf import mask as masks
+from scaleinv.hf.config import ATTENTION
 from scaleinv.hf.settings import Settings
 
 Stock = Callable[[str], PreTrainedModel]
@@ -167,6 +171,21 @@ def test_check_reports(stock: Stock) -> None:
     assert "DIFFERS" in str(broken)
     with pytest.raises(ValueError, match="length"):
         scaleinv.hf.check(model, length=3)
+
+
+def test_check_finds_a_mask_that_forgets_the_padding(stock: Stock) -> None:
+    model = scaleinv.hf.convert(stock("llama"))
+
+    def forgetful(attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        return masks.attention_mask(**kwargs)
+
+    AttentionMaskInterface.register(ATTENTION, forgetful)
+    try:
+        result = scaleinv.hf.check(model, log=None)
+    finally:
+        AttentionMaskInterface.register(ATTENTION, masks.attention_mask)
+    wrong = {name for name, difference in result.differences.items() if difference > result.tolerance}
+    assert wrong == {"padded = unpadded"}
 
 
 def test_convert_folder(stock: Stock, tokens: Tensor, tmp_path: Path) -> None:

@@ -38,9 +38,7 @@ def run(model: PreTrainedModel, tokens: Tensor, how: str) -> Tensor:
         return model(tokens, **inputs).logits
 
 
-@pytest.mark.parametrize(
-    "how", ["plain", "left-padded", "right-padded", "packed", "dynamic-cache", "static-cache"]
-)
+@pytest.mark.parametrize("how", ["plain", "left-padded", "right-padded", "packed", "dynamic-cache", "static-cache"])
 def test_regular_steps_build_nothing_quadratic_and_agree_with_the_general_path(
     stock: Stock, model_type: str, tokens: Tensor, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +110,9 @@ def test_unknown_patterns_take_the_general_path(stock: Stock, tokens: Tensor) ->
     blocks = torch.tensor([[-1, 0, 0, -1]])
     mask = create_causal_mask(model.config, torch.empty(1, 4, 0), None, None, block_sequence_ids=blocks)
     assert mask[0, 0].tolist() == [[0, -1, -1, -1], [1, 0, 1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
-    mask = create_causal_mask(model.config, torch.empty(1, 3, 0), None, None, and_mask_function=lambda b, h, i, j: j > 0)
+    mask = create_causal_mask(
+        model.config, torch.empty(1, 3, 0), None, None, and_mask_function=lambda b, h, i, j: j > 0
+    )
     assert mask[0, 0].tolist() == [[-1, -1, -1], [-1, 0, -1], [-1, 1, 0]]
 
 

@@ -5,14 +5,22 @@
 - `theory`, `growth`: closed forms and expected entropies over [t, tΔ), and how they grow with t
 - `verify`: Definitions 3.1 – 3.4 as checks with evidence
 - `figures`, `demo`, `report`: the numbers of the paper's figures 1 (top), 2 and 6, and a small table
+- `capture`: the queries and keys that reach attention in a model, ours or Hugging Face's (`capture_hf`)
+- `model`, `scores`, `calibrate`: where a model's attention goes, whether its scores are Gaussian, and what mends them
+- `model_report`: the same for a run or a Hugging Face model, in one folder: figures 1 (bottom) and 9 – 14
 """
 
+from scaleinv.analysis.calibrate import Calibration, calibrate
+from scaleinv.analysis.capture import Layer, capture
 from scaleinv.analysis.demo import DemoRow, demo_table
 from scaleinv.analysis.figures import ContextFigure, GrowthFigure, context_figure, growth_figure
 from scaleinv.analysis.gaussian import sample_logits, sample_ranges
 from scaleinv.analysis.growth import Fit, fit
+from scaleinv.analysis.model import LengthStatistics, ModelStatistics, model_statistics
+from scaleinv.analysis.model_report import analyze_model, model_report
 from scaleinv.analysis.ranges import Estimate, RangeAccumulator, RangeSums, entropy, estimate, range_sums, recent_share
 from scaleinv.analysis.report import Definitions, check_definitions, theory_report
+from scaleinv.analysis.scores import Scores, ScoreStatistics, score_statistics
 from scaleinv.analysis.theory import (
     RangeExpectation,
     expected_range_entropy,
@@ -23,6 +31,7 @@ from scaleinv.analysis.theory import (
 from scaleinv.analysis.verify import Evidence, Verdict, verify
 
 __all__ = [
+    "Calibration",
     "ContextFigure",
     "Definitions",
     "DemoRow",
@@ -30,10 +39,18 @@ __all__ = [
     "Evidence",
     "Fit",
     "GrowthFigure",
+    "Layer",
+    "LengthStatistics",
+    "ModelStatistics",
     "RangeAccumulator",
     "RangeExpectation",
     "RangeSums",
+    "ScoreStatistics",
+    "Scores",
     "Verdict",
+    "analyze_model",
+    "calibrate",
+    "capture",
     "check_definitions",
     "context_figure",
     "demo_table",
@@ -45,10 +62,13 @@ __all__ = [
     "growth_figure",
     "mean_negentropy",
     "mean_weight",
+    "model_report",
+    "model_statistics",
     "range_sums",
     "recent_share",
     "sample_logits",
     "sample_ranges",
+    "score_statistics",
     "theory_report",
     "verify",
 ]

@@ -179,7 +179,17 @@ def model_statistics(
 def last_positions(length: int, count: int) -> Tensor:
     """Up to ``count`` positions, spread evenly over the last eighth of ``length`` tokens, the very last included."""
     first = length - max(length // 8, 1)
-    return torch.linspace(first, length - 1, min(count, length - first), dtype=torch.float64).round().to(torch.int64)
+    return spread(first, length - 1, count)
+
+
+def spread(first: int, last: int, count: int) -> Tensor:
+    """Up to ``count`` of the integers first … last, evenly spaced, the last included.
+
+    >>> spread(0, 9, 4).tolist(), spread(0, 9, 1).tolist(), spread(7, 9, 5).tolist()
+    ([0, 3, 6, 9], [9], [7, 8, 9])
+    """
+    steps = torch.linspace(last, first, min(count, last - first + 1), dtype=torch.float64)
+    return steps.flip(0).round().to(torch.int64)
 
 
 def listed(content: Any) -> Any:

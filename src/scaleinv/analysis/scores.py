@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from scaleinv.analysis.capture import Layer, blocks_of, capture, model_name, training_length, windows_of
 from scaleinv.analysis.figures import Progress, save_data
-from scaleinv.analysis.model import listed
+from scaleinv.analysis.model import listed, spread
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,7 @@ def score_statistics(
     if kept < len(texts):
         raise ValueError(f"kept must be at least 1 for each of {len(texts)} windows, got {kept}")
     name = name or model_name(model)
-    count = length - 1 if queries is None else min(queries, length - 1)
-    positions = torch.linspace(1, length - 1, count, dtype=torch.float64).round().to(torch.int64)
+    positions = spread(1, length - 1, queries or length)
     generator = torch.Generator().manual_seed(seed)
     pairs: dict[int | None, _Pairs] = {}  # by sliding window; layers and windows of the text share them
     found: tuple[dict[int, _Sample], dict[int, _Sample]] = {}, {}
@@ -140,7 +139,7 @@ def score_statistics(
         for samples, rotary in zip(found, (True, False), strict=True):
             if rotary or layer.unrotated is not None:
                 sample = samples.setdefault(layer.index, _Sample())
-                for rows in blocks_of(torch.arange(count), layer, block):
+                for rows in blocks_of(torch.arange(len(positions)), layer, block):
                     sample.add(layer, pairs[layer.window], rows.cpu(), rotary)
 
     for number, text in enumerate(texts, 1):

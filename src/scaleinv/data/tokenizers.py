@@ -111,6 +111,10 @@ class BPETokenizer(Tokenizer):
         tokenizer.train_from_iterator(texts, trainer=trainer)
         return cls(tokenizer)
 
+    def to_json(self) -> str:
+        """The package's own form of it."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text).ids, dtype=np.uint16)
 

@@ -20,10 +20,10 @@ from scaleinv.data import TokenData, Tokenizer
 
 CITIES = (
     "Paris", "Oslo", "Lima", "Cairo", "Tokyo", "Rome", "Delhi", "Quito", "Berlin", "Madrid", "Vienna", "Athens",
-    "London", "Dublin", "Prague", "Warsaw", "Lisbon", "Boston", "Nairobi", "Seoul", "Hanoi", "Bogota", "Havana", "Sydney",
-    "Toronto", "Chicago", "Denver", "Seattle", "Houston", "Moscow", "Istanbul", "Mumbai", "Lagos", "Accra", "Tunis",
-    "Dakar", "Beirut", "Baghdad", "Tehran", "Kabul", "Karachi", "Bangkok", "Manila", "Jakarta", "Osaka", "Shanghai",
-    "Santiago", "Montreal", "Helsinki", "Stockholm",
+    "London", "Dublin", "Prague", "Warsaw", "Lisbon", "Boston", "Nairobi", "Seoul", "Hanoi", "Bogota", "Havana",
+    "Sydney", "Toronto", "Chicago", "Denver", "Seattle", "Houston", "Moscow", "Istanbul", "Mumbai", "Lagos", "Accra",
+    "Tunis", "Dakar", "Beirut", "Baghdad", "Tehran", "Kabul", "Karachi", "Bangkok", "Manila", "Jakarta", "Osaka",
+    "Shanghai", "Santiago", "Montreal", "Helsinki", "Stockholm",
 )  # fmt: skip
 """Real cities, for the needles."""
 
@@ -47,7 +47,7 @@ class NeedleTask:
     length: int = 4096
     """Tokens of a whole sample: text, needles, question and answer."""
     depth: float | None = None
-    """Where in the text all needles are: 0 the start, 1 right before the question; None for random places, uniformly."""
+    """Where in the text all needles are: 0 its start, 1 right before the question; None for uniformly random places."""
     needle: str = " The special magic {city} number is {number}."
     question: str = "\nThe special magic numbers are: "
 

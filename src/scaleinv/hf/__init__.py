@@ -24,8 +24,8 @@ from scaleinv.hf.evaluate import lm_eval_main
 from scaleinv.hf.mask import attention_mask
 from scaleinv.hf.settings import Settings
 
-if int(transformers.__version__.split(".")[0]) < 5:
-    raise ImportError(f"scaleinv.hf needs transformers 5 or newer, got {transformers.__version__}")
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 22):  # the mask interface changed often
+    raise ImportError(f"scaleinv.hf needs transformers 5.22 or newer, got {transformers.__version__}")
 
 AttentionInterface.register(config.ATTENTION, attention_forward)
 AttentionMaskInterface.register(config.ATTENTION, attention_mask)

@@ -111,7 +111,12 @@ def by_distance(
         S = softcap * torch.tanh(S / softcap)
     if logits.length is not None:
         count = visible.sum(-1)[:, 0]
-        S = S * logits.query_scale(count if logits.length == "visible" else torch.full_like(count, key.shape[2]))[..., None]
+        S = (
+            S
+            * logits.query_scale(count if logits.length == "visible" else torch.full_like(count, key.shape[2]))[
+                ..., None
+            ]
+        )
 
     # All visible keys stand in the Nk places up to the last query: no distance reaches Nk.
     a, m = logits.tables(key.shape[2], dtype=dtype, device=query.device)

@@ -115,5 +115,7 @@ def calibration_rows(calibration: Calibration, layers: int, heads: int) -> tuple
     else:
         table = torch.as_tensor(calibration, dtype=torch.float64)
         if table.shape != (layers, heads):
-            raise ValueError(f"calibration must have shape [layers, heads] = [{layers}, {heads}], got {list(table.shape)}")
+            raise ValueError(
+                f"calibration must have shape [layers, heads] = [{layers}, {heads}], got {list(table.shape)}"
+            )
     return tuple(tuple(row) for row in table.tolist())

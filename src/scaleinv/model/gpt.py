@@ -46,13 +46,16 @@ class GPT(nn.Module):
         *,
         cache: KVCache | None = None,
         document_ids: Tensor | None = None,
+        key_mask: Tensor | None = None,
         context_length: int | None = None,
     ) -> Tensor:
         """Logits ``[B, N, vocabulary]`` for tokens ``[B, N]``; with targets ``[B, N]``, the loss of each in nats.
 
         The other arguments are those of `hidden`. Losses ``[B, N]`` are float32, and logits are held a chunk at a time.
         """
-        hidden = self.hidden(tokens, cache=cache, document_ids=document_ids, context_length=context_length)
+        hidden = self.hidden(
+            tokens, cache=cache, document_ids=document_ids, key_mask=key_mask, context_length=context_length
+        )
         return self.output(hidden) if targets is None else self._losses(hidden, targets)
 
     def hidden(
@@ -61,6 +64,7 @@ class GPT(nn.Module):
         *,
         cache: KVCache | None = None,
         document_ids: Tensor | None = None,
+        key_mask: Tensor | None = None,
         context_length: int | None = None,
     ) -> Tensor:
         """What the output layer reads, ``[B, N, width]``.
@@ -69,9 +73,10 @@ class GPT(nn.Module):
             tokens: ids ``[B, N]``; with a cache, those that follow what it holds.
             cache: the past; it is extended by these tokens.
             document_ids: ``[B, N]``, for packed documents that must not see each other; not with a cache.
+            key_mask: bool ``[B, N]``, over the cache's past too: False for padding.
             context_length: for NTK and YaRN, the length to stretch the rotary for; None for the text's own.
         """
-        self._check(tokens, cache, document_ids)
+        self._check(tokens, cache, document_ids, key_mask)
         asked, start = tokens.shape[1], 0
         if cache is not None:
             tokens = self._with_past(tokens, cache, context_length)
@@ -82,7 +87,7 @@ class GPT(nn.Module):
         turn = None if isinstance(rotary, NoPE) else rotary.cos_sin(positions)
         x = norm(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x, turn, cache, document_ids, self.backend)
+            x = block(x, turn, cache, document_ids, key_mask, self.backend)
         if cache is not None:
             cache.length = length
         return norm(x[:, -asked:])
@@ -129,7 +134,9 @@ class GPT(nn.Module):
         cache.tokens = text
         return text
 
-    def _check(self, tokens: Tensor, cache: KVCache | None, document_ids: Tensor | None) -> None:
+    def _check(
+        self, tokens: Tensor, cache: KVCache | None, document_ids: Tensor | None, key_mask: Tensor | None
+    ) -> None:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens must be integers of shape [batch, length], got {tokens.dtype} {list(tokens.shape)}"
@@ -138,8 +145,9 @@ class GPT(nn.Module):
             raise ValueError("tokens must hold at least one token, got an empty text")
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids cannot be used with a cache")
-        if document_ids is not None and self.method.infini:
-            raise ValueError("document_ids cannot be used with Infini-attention: its memory spans the window")
+        for name, mask in (("document_ids", document_ids), ("key_mask", key_mask)):
+            if mask is not None and self.method.infini:
+                raise ValueError(f"{name} cannot be used with Infini-attention: its memory takes in the whole window")
 
 
 class Block(nn.Module):
@@ -158,9 +166,10 @@ class Block(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
         document_ids: Tensor | None,
+        key_mask: Tensor | None,
         backend: str,
     ) -> Tensor:
-        x = x + self.attention(norm(x), turn, cache, document_ids, backend)
+        x = x + self.attention(norm(x), turn, cache, document_ids, key_mask, backend)
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
@@ -186,6 +195,7 @@ class Attention(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         cache: KVCache | None,
         document_ids: Tensor | None,
+        key_mask: Tensor | None,
         backend: str,
     ) -> Tensor:
         query, key, value = (
@@ -215,7 +225,14 @@ class Attention(nn.Module):
                 start = cache.length
                 key, value = cache.extend(self.layer, key, value)
             out = attention(
-                query, key, value, self.logits, query_offset=start, document_ids=document_ids, backend=backend
+                query,
+                key,
+                value,
+                self.logits,
+                query_offset=start,
+                document_ids=document_ids,
+                key_mask=key_mask,
+                backend=backend,
             )
         return self.project(out.transpose(1, 2).flatten(2))
 

@@ -119,7 +119,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> No
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple:
-    tensors, (out, lse) = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    *tensors, out, lse = ctx.saved_tensors  # read once: activation checkpointing allows no more
     table_grads = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     query, key, value, scale, shift = blocked_backward(
         grad_out, grad_lse, *tensors, out, lse, *ctx.settings, table_grads

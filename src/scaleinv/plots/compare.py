@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaleinv.analysis.figures import save_data
-from scaleinv.plots import style
+from scaleinv.plots import needle, style
 from scaleinv.plots import tables as t
 from scaleinv.plots.tables import Estimate, Estimates
 
@@ -29,22 +29,19 @@ FOUND = "share of needles found"
 OTHERS = ("#EE3377", "#009988", "#CC3311", "#33BBEE", "#BBBBBB")
 """For what `style` has no colour for: the rest of Paul Tol's "vibrant" scheme."""
 
-HEAT = ("#F2F6FA", "#08306B")
-"""The ends of the heat-maps' scale: no needle found, all found."""
-
 MARKED = 40
 """Curves of more points than this have no markers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A value, the interval it lies in, and what x stands for where the number alone does not say it."""
+    """A value, the interval it lies in, and what x is, in words."""
 
     x: float
     y: float
-    low: float | None = None
-    high: float | None = None
-    label: str = ""
+    low: float | None
+    high: float | None
+    label: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +90,13 @@ class HeatMap:
 
     rows: dict[str, dict[tuple[float, float], dict[str, Estimate]]]
     lengths: tuple[str, ...]
+    results: tuple[Mapping[str, Any], ...]
+    """What the files hold."""
 
     def save(self, figures: Path) -> list[Path]:
-        """Write ``needle-depth.png`` and ``.svg``."""
-        return style.save(draw_heat(self), figures, "needle-depth")
+        """Write ``needle-depth.png`` and ``.svg``, with the rows of the paper."""
+        known = [result for result in self.results if result["row"] in style.METHODS]
+        return needle.save_heatmaps(known, figures, "needle-depth") if known else []
 
 
 def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_length: int | None) -> Chart | None:
@@ -104,7 +104,15 @@ def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_l
     keys = t.lengths_of(estimates, train_length)
     looks = _looks(estimates)
     series = tuple(
-        Series(looks[row], _points((t.multiple(key, train_length), lengths[key]) for key in keys if key in lengths))
+        Series(
+            looks[row],
+            tuple(
+                point
+                for key in keys
+                if key in lengths
+                for point in _point(t.multiple(key, train_length), lengths[key], t.length_label(key, train_length))
+            ),
+        )
         for row, lengths in estimates.items()
     )
     unit = f" of {train_length:,} tokens" if train_length else ""
@@ -162,9 +170,11 @@ def training(folder: Path, train_length: int | None) -> Chart | None:
     """Training loss, and validation loss at each length, from ``curves/<model>-seed<k>.jsonl``."""
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for path in sorted(folder.glob("*.jsonl")):
-        named = re.fullmatch(r"(.+)-seed\d+", path.stem)
+        named = re.fullmatch(r"(.+?)(-tau[\d.e-]+)?-seed\d+", path.stem)
         if not named:
             raise ValueError(f"{path} must be named like rope-seed0.jsonl")
+        if named[2]:  # of the sweep, which has a chart of its own
+            continue
         for line in _lines(path):
             step = t.number(line, "step", str(path))
             if "loss" in line:
@@ -177,7 +187,7 @@ def training(folder: Path, train_length: int | None) -> Chart | None:
     panels = []
     for key in [*losses.keys() & {""}, *t.ordered_lengths(losses.keys() - {""}, train_length)]:
         series = tuple(
-            Series(look, _thinned(_steps(losses[key][model]))) for model, look in looks.items() if model in losses[key]
+            Series(look, _steps(losses[key][model])) for model, look in looks.items() if model in losses[key]
         )
         title = f"validation at {t.length_label(key, train_length)}" if key else "training"
         panels.append(Panel(title, series, settled=last / 10))
@@ -200,7 +210,12 @@ def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
     series = tuple(
         Series(
             style.Look(t.length_label(key, train_length), colors[i % len(colors)], "os^Dv"[i % 5]),
-            _points((float(tau), lengths[key]) for tau, lengths in sweep.items() if key in lengths),
+            tuple(
+                point
+                for tau, lengths in sweep.items()
+                if key in lengths
+                for point in _point(float(tau), lengths[key], f"τ = {tau}")
+            ),
         )
         for i, key in enumerate(t.lengths_of(sweep, train_length))
     )
@@ -223,21 +238,26 @@ def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
 def needle_depths(folder: Path, train_length: int | None) -> HeatMap | None:
     """Accuracy by depth and length, from ``needle/<row>.json``."""
     rows: dict[str, Any] = {}
+    results = {}
     for path in sorted(folder.glob("*.json")):
         data = t.mapping(t.read_json(path), str(path))
         depths = rows.setdefault(_row(data, path), defaultdict(dict))
+        results[_row(data, path)] = {**data, "settings": {"train_length": train_length}}
         for key, measured in t.mapping(data.get("lengths"), f"{path}: lengths").items():
+            where = f"{path}: {key}"
             t.multiple(key, train_length, str(path))
-            for depth in t.mapping(measured, f"{path}: {key}").get("depths") or []:
-                where = f"{path}: {key}: depths"
+            t.number(t.mapping(measured, where), "length", where)
+            t.parse_accuracy(measured, where)
+            if not isinstance(measured.get("depths"), list):
+                raise ValueError(f"{where}: depths must be a list, got {measured.get('depths')!r:.60}")
+            for depth in measured["depths"]:
                 ends = tuple(t.number(t.mapping(depth, where), end, where) for end in ("from", "to"))
                 if not 0 <= ends[0] < ends[1] <= 1:
                     raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
-                if depth.get("accuracy") is not None:  # no needle fell there
-                    depths[ends][key] = t.parse_accuracy(depth, where)
+                depths[ends][key] = t.parse_accuracy(depth, where)
     kept = {row: dict(sorted(rows[row].items())) for row in t.ordered_rows(rows) if rows[row]}
     keys = t.ordered_lengths((key for row in kept.values() for at in row.values() for key in at), train_length)
-    return HeatMap(kept, tuple(keys)) if kept else None
+    return HeatMap(kept, tuple(keys), tuple(results[row] for row in kept)) if kept else None
 
 
 def draw(chart: Chart) -> Figure:
@@ -264,42 +284,6 @@ def draw(chart: Chart) -> Figure:
         }
         figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=9)
     return figure
-
-
-def draw_heat(heat: HeatMap) -> Figure:
-    """A grid of depths × lengths for each row, the numbers in its cells."""
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure
-
-    scale = LinearSegmentedColormap.from_list("found", HEAT)
-    columns = min(4, len(heat.rows))
-    lines = math.ceil(len(heat.rows) / columns)
-    with style.applied():
-        figure = Figure(figsize=(0.8 + 2.6 * columns, 0.4 + 2.6 * lines), layout="constrained")
-        axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-        image = None
-        for axis, (row, depths) in zip(axes, heat.rows.items(), strict=False):
-            grid = [[at[key].value if key in at else math.nan for key in heat.lengths] for at in depths.values()]
-            image = axis.imshow(grid, cmap=scale, vmin=0, vmax=1, aspect="auto")
-            for y, line in enumerate(grid):
-                for x, value in enumerate(line):
-                    if math.isfinite(value):
-                        color = "white" if value > 0.5 else "black"
-                        axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
-            axis.set_xticks(range(len(heat.lengths)), [t.length_label(key) for key in heat.lengths])
-            axis.set_yticks(range(len(depths)), [depth_label(ends) for ends in depths])
-            axis.set_title(t.label(row))
-            axis.grid(False)
-        for axis in axes[len(heat.rows) :]:
-            axis.set_axis_off()
-        figure.supxlabel("context length (× the training length)", fontsize=10)
-        figure.supylabel("depth of the needle (0 % is the start)", fontsize=10)
-        figure.colorbar(image, ax=axes, label=FOUND, shrink=0.8)  # type: ignore[arg-type]
-    return figure
-
-
-def depth_label(ends: tuple[float, float]) -> str:
-    return f"{100 * ends[0]:.0f}–{100 * ends[1]:.0f} %"
 
 
 def _draw_series(axis: Axes, series: Series) -> None:
@@ -343,35 +327,37 @@ def _looks(rows: Iterable[str]) -> dict[str, style.Look]:
     return {row: style.METHODS.get(row) or spare[row] for row in ordered}
 
 
-def _points(estimates: Iterable[tuple[float, Estimate]]) -> tuple[Point, ...]:
-    return tuple(Point(x, e.value, e.low, e.high) for x, e in estimates if math.isfinite(e.value))
+def _point(x: float, estimate: Estimate, label: str) -> list[Point]:
+    """The point, or none where the run diverged."""
+    if not math.isfinite(estimate.value):
+        return []
+    return [Point(x, estimate.value, estimate.low, estimate.high, label)]
 
 
 def _positions(bins: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Point, ...]:
     """Each range of positions [low, high) at its geometric middle, counted from 1 so that the first has a logarithm."""
     means = ((low, high, sum(losses) / len(losses)) for (low, high), losses in sorted(bins.items()))
     return tuple(
-        Point(math.sqrt((low + 1) * high), mean, label=f"position {low:,.0f}" + f"–{high - 1:,.0f}" * (high - low > 1))
+        Point(math.sqrt((low + 1) * high), mean, None, None, _span("position", low, high - 1))
         for low, high, mean in means
         if math.isfinite(mean)
     )
 
 
-def _steps(steps: Mapping[float, Sequence[float]]) -> list[Point]:
-    means = ((step, sum(losses) / len(losses)) for step, losses in sorted(steps.items()))
-    return [Point(step, mean) for step, mean in means if math.isfinite(mean)]
+def _steps(steps: Mapping[float, Sequence[float]], most: int = 150) -> tuple[Point, ...]:
+    """Means over seeds; where there are more than ``most`` steps, also over consecutive ones."""
+    means = [(step, sum(losses) / len(losses)) for step, losses in sorted(steps.items())]
+    means = [(step, mean) for step, mean in means if math.isfinite(mean)]
+    size = math.ceil(len(means) / most) or 1
+    points = []
+    for block in (means[i : i + size] for i in range(0, len(means), size)):
+        x, y = (sum(values) / len(block) for values in zip(*block, strict=True))
+        points.append(Point(x, y, None, None, _span("step", block[0][0], block[-1][0])))
+    return tuple(points)
 
 
-def _thinned(points: list[Point], most: int = 150) -> tuple[Point, ...]:
-    """At most that many points: means of consecutive ones."""
-    size = math.ceil(len(points) / most)
-    if size < 2:
-        return tuple(points)
-    blocks = [points[i : i + size] for i in range(0, len(points), size)]
-    means = [(sum(p.x for p in block) / len(block), sum(p.y for p in block) / len(block)) for block in blocks]
-    return tuple(
-        Point(x, y, label=f"steps {b[0].x:,.0f}–{b[-1].x:,.0f}") for (x, y), b in zip(means, blocks, strict=True)
-    )
+def _span(name: str, first: float, last: float) -> str:
+    return f"{name} {first:,.0f}" if first == last else f"{name}s {first:,.0f}–{last:,.0f}"
 
 
 def _row(data: Mapping[str, Any], path: Path) -> str:

@@ -25,7 +25,7 @@ COLUMNS = 6
 
 
 def draw_models(models: Sequence[ModelStatistics]) -> Figure:
-    """Figure 1, bottom: as its top, in trained models: the mean over all heads, in a band that leaves out the tenth at both ends.
+    """Figure 1, bottom: as its top, in trained models. Lines are means over all heads, bands hold 80 % of the heads.
 
     Names that are methods of the paper have their colours.
     """
@@ -77,16 +77,14 @@ def draw_ranges(data: ModelStatistics) -> Figure:
             names[position] = (
                 "the token itself" if stop == 1 else f"{start:,} …" if last else f"{start:,} – {stop - 1:,}"
             )
-        figure.legend(
-            handles, names, loc="outside right center", title="tokens ago", alignment="left", reverse=True
-        )
+        figure.legend(handles, names, loc="outside right center", title="tokens ago", alignment="left", reverse=True)
     return figure
 
 
 def draw_qq(data: ScoreStatistics, rotary: bool = True) -> Figure:
     """Figures 9 – 14: the quantiles of each head's scores against a Gaussian's, a panel for each layer.
 
-    On the dashed diagonal the scores are Gaussian with mean 0 and variance 1; another straight line is another Gaussian.
+    On the dashed diagonal scores are Gaussian with mean 0 and variance 1; other straight lines are other Gaussians.
     """
     scores = data.rotary if rotary else data.without_rotary
     if scores is None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Cividis is read alike with and without colour vision, and gets lighter all the way: dark is lost, light is found.
 COLORS = "cividis"
 MISSING = "#EEEEEE"
+MARK = "#CC3311"
 COLUMNS = 4
 
 
@@ -43,7 +44,7 @@ def draw_heatmaps(results: Sequence[Mapping[str, Any]]) -> Figure:
             else:
                 axis.set_visible(False)
         bar = figure.colorbar(grid.flat[0].images[0], ax=grid, fraction=0.03, pad=0.02, label="needles found (%)")
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
     return figure
 
 
@@ -59,8 +60,10 @@ def _panel(axis: Axes, result: Mapping[str, Any], first: bool) -> None:
     for edge in edges:
         found = [{(bin["from"], bin["to"]): bin["accuracy"] for bin in at["depths"]}.get(edge) for _, at in lengths]
         table.append([float("nan") if share is None else 100 * share for share in found])
-    image = axis.imshow(table, cmap=COLORS, vmin=0, vmax=100, aspect="auto", interpolation="nearest")
-    image.cmap.set_bad(MISSING)
+    from matplotlib import colormaps
+
+    colors = colormaps[COLORS].with_extremes(bad=MISSING)
+    axis.imshow(table, cmap=colors, vmin=0, vmax=100, aspect="auto", interpolation="nearest")
     for row, shares in enumerate(table):
         for column, share in enumerate(shares):
             if share == share:  # not NaN
@@ -95,9 +98,10 @@ def _mark(axis: Axes, column: int, rows: int) -> None:
     """A frame around the column of the training length."""
     from matplotlib.patches import Rectangle
 
-    frame = Rectangle((column - 0.5, -0.5), 1, rows, fill=False, edgecolor="#CC3311", linewidth=2, clip_on=False)
+    corner = (column - 0.5, -0.5)
+    frame = Rectangle(corner, 1, rows, fill=False, edgecolor=MARK, linewidth=2, clip_on=False, zorder=3)
     axis.add_patch(frame)
-    axis.text(column, -0.6, "training length", ha="center", va="bottom", fontsize=8, color="#CC3311")
+    axis.text(column, -0.6, "training length", ha="center", va="bottom", fontsize=8, color=MARK)
 
 
 def _tokens(count: int) -> str:

@@ -1,0 +1,181 @@
+"""Our GPT as a Hugging Face model of its own type, so that no engine can mistake it for plain attention.
+
+`export` turns a training run into a folder that AutoModelForCausalLM and AutoTokenizer load after ``import scaleinv.hf``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from scaleinv.data import BPETokenizer, ByteTokenizer, Tokenizer
+from scaleinv.data.tokenizers import END_OF_TEXT
+from scaleinv.model import GPT, GPTConfig, KVCache
+from scaleinv.train.store import load_model, run_tokenizer
+
+MODEL_TYPE = "scaleinv_gpt"
+
+
+class ScaleInvGPTConfig(PreTrainedConfig):
+    """`scaleinv.GPTConfig` under its own name, and the names that transformers asks for."""
+
+    model_type = MODEL_TYPE
+    attribute_map = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}  # noqa: RUF012
+
+    def __init__(self, gpt: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.gpt = dataclasses.asdict(GPTConfig(**(gpt or {})))
+        self.width, self.layers, self.heads = (self.gpt[name] for name in ("width", "layers", "heads"))
+        self.vocab_size = self.gpt["vocab_size"]
+        kwargs.setdefault("max_position_embeddings", 64 * self.gpt["train_length"])
+        self.max_position_embeddings = kwargs.pop("max_position_embeddings")
+        super().__init__(tie_word_embeddings=False, **{k: v for k, v in kwargs.items() if k != "tie_word_embeddings"})
+
+
+class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
+    """`scaleinv.GPT` with transformers' forward, caches and generation."""
+
+    config_class = ScaleInvGPTConfig
+    base_model_prefix = "gpt"
+    _supports_sdpa = True  # attention is our own: whatever implementation is asked for is ignored
+    _no_split_modules = ("Block",)
+
+    def __init__(self, config: ScaleInvGPTConfig) -> None:
+        super().__init__(config)
+        self.gpt = GPT(GPTConfig(**config.gpt))
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        """`GPT` has initialised itself."""
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """No N × N mask for static caches: the padding mask says it all."""
+        return attention_mask
+
+    def get_input_embeddings(self) -> Any:
+        return self.gpt.embedding
+
+    def get_output_embeddings(self) -> Any:
+        return self.gpt.output
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As every causal model of transformers; padding goes by ``attention_mask`` ``[B, past + N]``."""
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(f"attention_mask must have shape [batch, length], got {list(attention_mask.shape)}")
+        cached = past_key_values is not None or bool(use_cache)
+        if cached and (self.gpt.method.infini or self.gpt.method.stretch):
+            raise ValueError(f"{self.gpt.config.method} keeps no transformers cache: call with use_cache=False")
+        cache = _Adapter(past_key_values or DynamicCache()) if cached else None
+        hidden = self.gpt.hidden(input_ids, cache=cache, key_mask=_key_mask(attention_mask, cache, input_ids))
+        keep = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.gpt.output(hidden[:, keep])
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache.cache if cache else None)
+
+
+class _Adapter(KVCache):
+    """A cache of transformers, as our model sees it."""
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.length = int(cache.get_seq_length())
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.update(key, value, layer)
+        stop = self.length + key.shape[2]  # a static cache has empty slots behind the text
+        return keys[:, :, :stop], values[:, :, :stop]
+
+
+def _key_mask(attention_mask: Tensor | None, cache: _Adapter | None, tokens: Tensor) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    mask = attention_mask.to(torch.bool)
+    length = tokens.shape[1] + (cache.length if cache else 0)
+    if mask.shape[1] < length:
+        raise ValueError(f"attention_mask must cover all {length} tokens, past ones too, got {mask.shape[1]}")
+    return mask[:, :length]
+
+
+def export(run: str | Path, out: str | Path) -> Path:
+    """Write a training run as a folder for AutoModelForCausalLM and AutoTokenizer; returns it."""
+    gpt, config = load_model(run)
+    shape = dataclasses.asdict(config.model)
+    model = ScaleInvGPTForCausalLM(ScaleInvGPTConfig(shape))
+    model.gpt.load_state_dict(gpt.state_dict())
+    tokenizer = fast_tokenizer(run_tokenizer(run))
+    model.config.bos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.use_cache = not (gpt.method.infini or gpt.method.stretch)
+    model.generation_config.bos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.eos_token_id
+    model.generation_config.use_cache = model.config.use_cache
+    out = Path(out)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The same tokenizer as transformers', with <|endoftext|> before each text, as in training."""
+    import tokenizers as library
+
+    if isinstance(tokenizer, ByteTokenizer):
+        backend = library.Tokenizer(library.models.BPE({_character(byte): byte for byte in range(256)}, []))
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = library.decoders.ByteLevel()
+        backend.add_special_tokens([END_OF_TEXT])
+    elif isinstance(tokenizer, BPETokenizer):
+        backend = library.Tokenizer.from_str(tokenizer.to_json())
+    else:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} is not exported: load it in transformers by its own name, "
+            'AutoTokenizer.from_pretrained("openai-community/gpt2")'
+        )
+    backend.post_processor = library.processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.end_of_text)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        padding_side="left",
+    )
+
+
+def _character(byte: int) -> str:
+    """How byte-level tokenizers write a byte: itself where it is printable, else the next free character above 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in printable else chr(256 + sum(1 for b in range(byte) if b not in printable))
+
+
+def register() -> None:
+    """Let transformers' Auto classes know the model type."""
+    AutoConfig.register(MODEL_TYPE, ScaleInvGPTConfig, exist_ok=True)
+    AutoModelForCausalLM.register(ScaleInvGPTConfig, ScaleInvGPTForCausalLM, exist_ok=True)

@@ -1,0 +1,114 @@
+"""The report of a model, from a run's folder and from a Hugging Face folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_capture import make_gpt
+
+from scaleinv import analysis
+from scaleinv.analysis import Calibration, ModelStatistics, analyze_model, model_report
+from scaleinv.analysis.model_report import context_lengths
+
+pytest.importorskip("matplotlib")
+
+TOKENS = torch.randint(50, (600,), generator=torch.Generator().manual_seed(3))
+FIGURES = ("qq-rotary", "qq-no-rotary", "figure1-model", "ranges")
+FILES = {f"{stem}.{kind}" for stem in FIGURES for kind in ("png", "svg")} | {
+    *("scores.csv", "scores.json", "attention.csv", "attention.json", "calibration.json")
+}
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, " * 12
+
+
+def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
+    lines: list[str] = []
+    paths = model_report(make_gpt(), TOKENS, ["2x", 300], tmp_path / "all", progress=lines.append)
+    assert {path.name for path in paths} == FILES
+    assert all(path.stat().st_size > 0 for path in paths)
+    assert [entry.length for entry in ModelStatistics.load(tmp_path / "all").lengths] == [128, 300]
+    assert lines[0].startswith("scores: scale-invariant-p-rope, 64 tokens, window 1 of 4")
+
+    def stop(line: str) -> None:
+        if "300 tokens" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model_report(make_gpt(), TOKENS, ["2x", 300], tmp_path / "some", progress=stop)
+    assert [entry.length for entry in ModelStatistics.load(tmp_path / "some").lengths] == [128]
+    assert {path.name for path in (tmp_path / "some").iterdir()} == FILES
+
+
+def test_lengths() -> None:
+    model = make_gpt(train_length=64)
+    assert context_lengths(["1x", "16x", "100", 64], model) == [64, 100, 1024]
+    for wrong in ("x", "4y", "1e3", "infx", "nanx", "", "2.5"):
+        with pytest.raises(ValueError, match="lengths must be tokens"):
+            context_lengths([wrong], model)
+    for wrong in ("0", "-1x"):
+        with pytest.raises(ValueError, match="lengths must be positive"):
+            context_lengths([wrong], model)
+    with pytest.raises(ValueError, match="at least one"):
+        context_lengths([], model)
+
+
+def write_run(folder: Path, data: Path) -> None:
+    from scaleinv.data import ByteTokenizer
+    from scaleinv.train import preset
+    from scaleinv.train.store import run_corpus, write_config, write_weights
+
+    config = preset("mini", "rope", 64)
+    config.model.layers, config.model.width = 2, 32
+    config.data = str(data)
+    folder.mkdir()
+    (folder / "tokenizer").mkdir()
+    ByteTokenizer().save(folder / "tokenizer")
+    model = make_gpt("rope", vocab_size=config.model.vocab_size).float()
+    write_config(folder, config, run_corpus(config))
+    write_weights(folder, model.state_dict())
+
+
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    book, run = tmp_path / "book.txt", tmp_path / "run"
+    book.write_text(TEXT * 8)
+    write_run(run, book)
+    paths = analyze_model(str(run), ["2x"], None, tmp_path / "own")
+    assert {path.name for path in paths} == FILES
+    assert ModelStatistics.load(tmp_path / "own").model == "rope"
+    analyze_model(str(run), ["200"], book, tmp_path / "text")
+    found = ModelStatistics.load(tmp_path / "text")
+    assert found.lengths[0].windows == 4
+    with pytest.raises(ValueError, match=r"text '.*book.txt' holds .* tokens, and the longest context .* is 999,999"):
+        analyze_model(str(run), ["999999"], book, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_hugging_face_folder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    from test_capture_hf import build
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *dict.fromkeys(TEXT.split())])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    folder, book = tmp_path / "tiny-llama", tmp_path / "book.txt"
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>").save_pretrained(folder)
+    build("llama").float().save_pretrained(folder)
+    book.write_text(TEXT * 2)
+
+    paths = analyze_model(str(folder), ["1x"], book, tmp_path / "out")
+    assert {path.name for path in paths} == FILES
+    found = ModelStatistics.load(tmp_path / "out")
+    assert (found.model, found.lengths[0].length) == ("tiny-llama", 128)
+    assert Calibration.load(tmp_path / "out" / "calibration.json").scale.shape == (2, 4)
+    with pytest.raises(ValueError, match="text must be given for a Hugging Face model"):
+        analyze_model(str(folder), ["1x"], None, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"path '.*nothing' is neither a run's folder nor a Hugging Face model"):
+        analyze_model(str(tmp_path / "nothing"), ["1x"], book, tmp_path / "out")
+
+
+def test_everything_is_exported() -> None:
+    for name in analysis.__all__:
+        assert hasattr(analysis, name)

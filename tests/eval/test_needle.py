@@ -1,0 +1,341 @@
+"""The needle evaluation as a whole: intervals, records that are not made twice, fine-tuning that goes on, the files."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from scaleinv import train
+from scaleinv.data import ByteTokenizer, TokenData, write_shard
+from scaleinv.eval import needle, needle_train
+from scaleinv.eval.needle import default_task, evaluate, run_needle, summarize, wilson
+from scaleinv.eval.needle_task import NeedleTask
+from scaleinv.eval.needle_train import NeedleTraining, finetune
+from scaleinv.model import GPT, GPTConfig
+from scaleinv.model.config import preset
+from scaleinv.train import checkpoint, store
+
+TASK = NeedleTask(
+    needles=2, digits=1, cities=("Oslo", "Lima", "Rome"), length=96, needle=" {city} is {number}.", question="\n"
+)
+TRAINING = NeedleTraining(steps=6, warmup=2, decay=2, sequences=2, checkpoint_every=2, log_every=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> TokenData:
+    path = tmp_path_factory.mktemp("shards") / "text.bin"
+    write_shard(path, np.random.default_rng(0).integers(32, 127, 4000).astype(np.uint16))
+    return TokenData([path], 256)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A tiny RoPE run on two files of text."""
+    folder = tmp_path_factory.mktemp("run")
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("".join(f"{i * 37 % 101} sheep, and so on. " for i in range(60 + number)))
+    model = GPTConfig(layers=1, width=32, heads=2, method="rope", train_length=96)
+    config = train.TrainConfig(
+        model=model, data=str(folder), out=str(folder / "run"), steps=2, batch_tokens=192, val_tokens=400,
+        val_multiples=(1,), seed=3, device="cpu",
+    )  # fmt: skip
+    train.run(config)
+    return folder / "run"
+
+
+@pytest.fixture
+def model() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=1, width=32, heads=2, vocab_size=257, train_length=96))
+    nn.init.normal_(model.output.weight)
+    return model
+
+
+@pytest.mark.parametrize(("right", "total"), [(0, 1), (1, 1), (0, 50), (50, 50), (9, 10), (123, 400), (3, 7)])
+def test_wilson_against_scipy(right, total):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(right, total).proportion_ci(method="wilson")
+    assert wilson(right, total) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@pytest.mark.parametrize("right", range(1, 10))
+def test_wilson_solves_its_equation(right):
+    """Its ends are the shares p with |right/n - p| = z √(p (1 - p) / n)."""
+    for end in wilson(right, 10):
+        assert abs(right / 10 - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / 10), rel=1e-6)
+
+
+def test_wilson_refuses_nonsense():
+    for right, total in ((1, 0), (-1, 3), (4, 3)):
+        with pytest.raises(ValueError, match="right"):
+            wilson(right, total)
+
+
+def record(depths, correct, tokens_right=5, loss=0.5, tokens=10, index=0):
+    return {
+        "length": 96, "index": index, "depths": depths, "correct": correct,
+        "tokens": tokens, "tokens_right": tokens_right, "loss": loss,
+    }  # fmt: skip
+
+
+def test_summarize_counts_needles_and_weighs_tokens():
+    result = summarize([record([0.0, 1.0], [True, False]), record([0.05, 0.99], [True, True], 30, 1.0, 30)])
+    assert result["accuracy"] == 0.75
+    assert (result["low"], result["high"]) == wilson(3, 4)
+    assert result["samples"] == 2
+    assert result["token_accuracy"] == 35 / 40
+    assert result["answer_loss"] == pytest.approx((10 * 0.5 + 30 * 1.0) / 40)
+    assert [(b["from"], b["to"], b["accuracy"], b["needles"]) for b in result["depths"]] == [
+        (0.0, 0.1, 1.0, 2),
+        (0.9, 1.0, 0.5, 2),
+    ]
+
+
+def test_evaluate_is_deterministic_and_batches_do_not_matter(model, data):
+    first, second = (
+        evaluate(model, data, ByteTokenizer(), TASK, {"1x": 96, "2x": 192}, samples=5, batch_tokens=tokens)
+        for tokens in (96, 4096)
+    )
+    assert list(first) == ["1x", "2x"]
+    for label in first:
+        assert first[label]["answer_loss"] == pytest.approx(second[label]["answer_loss"], rel=1e-5)
+        assert {k: v for k, v in first[label].items() if k != "answer_loss"} == {
+            k: v for k, v in second[label].items() if k != "answer_loss"
+        }
+
+
+def test_finished_samples_are_not_repeated(model, data, tmp_path, monkeypatch):
+    def go(samples):
+        return evaluate(
+            model,
+            data,
+            ByteTokenizer(),
+            TASK,
+            {"1x": 96},
+            samples=samples,
+            records=tmp_path / "r.jsonl",
+            batch_tokens=192,
+        )
+
+    asked = []
+    read = needle.read_samples
+    monkeypatch.setattr(
+        needle,
+        "read_samples",
+        lambda m, samples, *rest: asked.extend(s.index for s in samples) or read(m, samples, *rest),
+    )
+    whole = go(7)
+    assert asked == list(range(7))
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    assert len(lines) == 8
+    asked.clear()
+    assert go(7) == whole
+    assert asked == []
+    # A killed run: three samples are there, and half of the fourth.
+    (tmp_path / "r.jsonl").write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])
+    again = go(7)
+    assert asked == [3, 4, 5, 6]
+    assert again["1x"]["accuracy"] == whole["1x"]["accuracy"]
+    assert again["1x"]["answer_loss"] == pytest.approx(whole["1x"]["answer_loss"])
+    assert [json.loads(line)["index"] for line in (tmp_path / "r.jsonl").read_text().splitlines()[1:]] == list(range(7))
+    with pytest.raises(ValueError, match=r"records .* other settings"):
+        evaluate(model, data, ByteTokenizer(), TASK, {"1x": 96}, seed=1, records=tmp_path / "r.jsonl")
+
+
+@pytest.mark.parametrize("argument", ["samples", "batch_tokens", "depths"])
+def test_evaluate_refuses_nonsense(argument, model, data):
+    with pytest.raises(ValueError, match=argument):
+        evaluate(model, data, ByteTokenizer(), TASK, {"1x": 96}, **{argument: 0})
+    with pytest.raises(ValueError, match="lengths"):
+        evaluate(model, data, ByteTokenizer(), TASK, {})
+
+
+def test_papers_schedule():
+    training = NeedleTraining()
+    rates = [training.learning_rate(step) for step in range(300)]
+    assert rates[0] == 0.01
+    assert rates[99:201] == [1.0] * 102
+    assert rates[250] == 0.5
+    assert rates[299] == 0.01
+    assert training.sequences == 64
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("steps", 0),
+        ("sequences", 0),
+        ("warmup", -1),
+        ("decay", 250),
+        ("rate", 0.0),
+        ("rate", float("inf")),
+        ("seed", -1),
+    ],
+)
+def test_bad_training_is_refused_by_name(argument, value):
+    with pytest.raises(ValueError, match=argument):
+        NeedleTraining(**{argument: value})
+
+
+def test_the_loss_is_on_the_answer_alone(model, data):
+    sample = needle.make_sample(TASK, data, ByteTokenizer(), seed=0, index=0)
+    tokens, mask = needle_train.stack([sample])
+    logits, targets = needle_train.answer_logits(model, tokens, mask)
+    assert bytes(targets.tolist()).decode() == sample.answer
+    whole = model(tokens)[0, sample.answer_start - 1 : -1]
+    torch.testing.assert_close(logits, whole)
+
+
+def test_finetuning_goes_on_bitwise_and_is_a_run(run, tmp_path, monkeypatch):
+    whole = finetune(run, tmp_path / "whole", TASK, TRAINING)
+    step = needle_train._step
+
+    def die_in_step_5(*args):
+        if args[-1] == 4:
+            raise KeyboardInterrupt
+        return step(*args)
+
+    monkeypatch.setattr(needle_train, "_step", die_in_step_5)
+    with pytest.raises(KeyboardInterrupt):
+        finetune(run, tmp_path / "killed", TASK, TRAINING)
+    monkeypatch.setattr(needle_train, "_step", step)
+    lines: list[str] = []
+    finetune(run, tmp_path / "killed", TASK, TRAINING, say=lines.append)
+    assert "at step 4" in lines[0]
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "killed"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    before = load_file(run / "model.safetensors")
+    assert any(not torch.equal(first[name], before[name]) for name in first)
+    metrics = [[json.loads(x)["loss"] for x in (tmp_path / n / "metrics.jsonl").open()] for n in ("whole", "killed")]
+    assert metrics[0] == metrics[1]
+    assert len(metrics[0]) == 6
+    _, config = store.load_model(whole)
+    assert config.model.method == "rope"
+    assert isinstance(store.run_tokenizer(whole), ByteTokenizer)
+    # Finished: it returns at once. Anything else in that folder is refused.
+    monkeypatch.setattr(needle_train, "_step", None)
+    finetune(run, whole, TASK, TRAINING)
+    with pytest.raises(ValueError, match=r"out .* another run, task or training"):
+        finetune(run, whole, TASK, dataclasses.replace(TRAINING, rate=0.5))
+    with pytest.raises(ValueError, match=r"out .* already holds a run"):
+        finetune(run, run, TASK, TRAINING)
+
+
+def test_a_loss_that_is_not_finite_stops_it(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(needle_train, "_step", lambda *args: (math.nan, 0.0))
+    with pytest.raises(train.Diverged, match="rate"):
+        finetune(run, tmp_path, TASK, TRAINING)
+
+
+def test_finetuning_learns(data, tmp_path, run):
+    """Not the needles, in a few steps, but the form of the answer: its loss falls."""
+    finetune(run, tmp_path, TASK, NeedleTraining(steps=30, warmup=2, decay=10, sequences=8))
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").open()]
+    assert np.mean(losses[-5:]) < 0.6 * losses[0]
+
+
+def test_run_needle_writes_results_and_summary(run, tmp_path, monkeypatch):
+    def go(samples, **more):
+        return run_needle(
+            run,
+            "1x,150",
+            tmp_path,
+            rows=["rope", "rope+ntk", "yarn"],
+            task=TASK,
+            training=TRAINING,
+            samples=samples,
+            **more,
+        )
+
+    results = go(3)
+    assert list(results) == ["rope", "rope+ntk", "yarn"]
+    for row, result in results.items():
+        assert json.loads((tmp_path / "needle" / f"{row}.json").read_text()) == json.loads(json.dumps(result))
+        assert (result["row"], result["seed"]) == (row, 3)
+        assert {label: at["length"] for label, at in result["lengths"].items()} == {"1x": 96, "150": 150}
+        assert set(result["lengths"]["1x"]) == {
+            "length", "accuracy", "low", "high", "samples", "token_accuracy", "answer_loss", "depths",
+        }  # fmt: skip
+        assert len((tmp_path / "needle" / f"{row}.jsonl").read_text().splitlines()) == 1 + 2 * 3
+    rope, ntk = (results[row]["lengths"] for row in ("rope", "rope+ntk"))
+    assert rope["1x"] == ntk["1x"]  # no stretch at the training length
+    assert rope["150"]["answer_loss"] != ntk["150"]["answer_loss"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["loss"] == {}
+    assert set(summary["needle"]["yarn"]["1x"]) == {"accuracy", "low", "high", "samples"}
+    # Going on: nothing is trained or asked again.
+    monkeypatch.setattr(needle_train, "_step", None)
+    monkeypatch.setattr(needle, "read_samples", None)
+    assert go(3) == results
+
+
+def test_summary_keeps_what_others_wrote(tmp_path):
+    before = {"loss": {"rope": 1}, "needle": {"alibi": 2}, "settings": {"data": "sotu"}}
+    (tmp_path / "summary.json").write_text(json.dumps(before))
+    at = {"accuracy": 1.0, "low": 0.9, "high": 1.0, "samples": 3, "depths": []}
+    needle.write_summary(tmp_path, {"rope": {"settings": {"samples_seed": 0}, "lengths": {"1x": at}}})
+    after = json.loads((tmp_path / "summary.json").read_text())
+    assert after["loss"] == {"rope": 1}
+    assert set(after["needle"]) == {"alibi", "rope"}
+    assert after["settings"]["data"] == "sotu"
+
+
+def test_run_needle_refuses_before_it_trains(run, tmp_path):
+    with pytest.raises(ValueError, match="rows"):
+        run_needle(run, "1x", tmp_path, rows=["alibi"])
+    with pytest.raises(ValueError, match="lengths"):
+        run_needle(run, "1y", tmp_path)
+    with pytest.raises(ValueError, match=r"length .* but the split has"):
+        run_needle(run, "1x,1000000", tmp_path, task=TASK, training=TRAINING)
+    assert checkpoint.newest(tmp_path / "needle" / "models" / "rope-seed3" / "checkpoints") is None
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_defaults_by_size():
+    assert default_task(preset("mini")) == (NeedleTask.mini(), NeedleTraining.mini())
+    assert default_task(preset("162m")) == (NeedleTask(), NeedleTraining())
+
+
+def test_heatmaps(tmp_path):
+    pytest.importorskip("matplotlib")
+    from scaleinv.plots.needle import draw_heatmaps, save_heatmaps
+
+    random = np.random.default_rng(0)
+
+    def result(row, depths):
+        records = [[record([d], [bool(random.random() < 0.7)]) for d in depths] for _ in range(2)]
+        lengths = {
+            label: summarize(r) | {"length": n} for label, n, r in zip(("1x", "4x"), (96, 384), records, strict=True)
+        }
+        return {"row": row, "settings": {"train_length": 96}, "lengths": lengths}
+
+    rows = [result("rope", random.random(200)), result("scale-invariant-p-rope", [0.5] * 9)]
+    figure = draw_heatmaps(rows)
+    first, second, bar = figure.axes
+    assert first.images[0].get_array().shape == (11, 2)
+    assert second.images[0].get_array().shape == (2, 2)  # one depth, and all
+    assert "%" in bar.get_ylabel()
+    assert "%" in first.get_ylabel()
+    assert "tokens" in first.get_xlabel()
+    texts = [text.get_text() for text in first.texts]
+    assert texts[0] == f"{100 * rows[0]['lengths']['1x']['accuracy']:.0f}"
+    assert texts.count("training length") == 1
+    png, svg = save_heatmaps(rows, tmp_path)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in svg.read_text()
+    with pytest.raises(ValueError, match="results"):
+        draw_heatmaps([])
