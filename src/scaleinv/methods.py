@@ -108,6 +108,10 @@ def get(
         learnable_tau: learn a lengthscale for each head, starting at ``tau``.
     """
     found = row(name)
+    if train_length < 1:
+        raise ValueError(f"train_length must be positive, got {train_length}")
+    if found.rotary == "p-rope" and p_rope_base is None and train_length <= 4:
+        raise ValueError(f"train_length must exceed 4 for p-RoPE's base of train_length / 4, got {train_length}")
     rotary: Rotary
     if found.rotary == "rope":
         rotary = RoPE(head_dim, rope_base)

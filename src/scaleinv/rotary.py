@@ -46,8 +46,9 @@ class Rotary:
         """Rotate ``x [B, H, N, d]`` to positions ``[N]`` or ``[B, N]``; the result has x's dtype."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"x must have head dimension {self.dim}, got {x.shape[-1]}")
-        if positions.shape[-1] != x.shape[-2]:
-            raise ValueError(f"positions must hold {x.shape[-2]} entries, as x does, got {positions.shape[-1]}")
+        batch, length = x.shape[0], x.shape[-2]
+        if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
+            raise ValueError(f"positions must be [{length}] or [{batch}, {length}] for this x, got {[*positions.shape]}")
         cos, sin = self.cos_sin(positions)
         if positions.dim() == 2:  # one row for each sequence: [B, 1, N, d/2]
             cos, sin = cos[:, None], sin[:, None]

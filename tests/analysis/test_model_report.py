@@ -38,6 +38,15 @@ def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "some").iterdir()} == FILES
 
 
+def test_mistakes_show_before_the_work(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with pytest.raises(ValueError, match="lengths must exceed recent=100"):
+        model_report(make_gpt(), TOKENS, ["1x"], tmp_path, progress=lines.append)
+    with pytest.raises(ValueError, match="lengths must lie in 2 … 600"):
+        model_report(make_gpt(), TOKENS, ["16x"], tmp_path, progress=lines.append)
+    assert lines == []
+
+
 def test_lengths() -> None:
     model = make_gpt(train_length=64)
     assert context_lengths(["1x", "16x", "100", 64], model) == [64, 100, 1024]

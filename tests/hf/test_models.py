@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_cached_equals_full_with_left_padding(converted: PreTrainedModel, tokens
             past_key_values=cache,
             use_cache=True,
         )
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in itertools.pairwise(cuts)
     ]
     real = mask.bool()
     torch.testing.assert_close(torch.cat(steps, dim=1)[real], full[real], atol=1e-4, rtol=0)

@@ -73,24 +73,26 @@ def test_what_config_json_says(stock: Stock, tmp_path: Path) -> None:
 LOAD = """
 import sys
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-for loader in (AutoModelForCausalLM, LlamaForCausalLM):
-    try:
-        loader.from_pretrained(sys.argv[1])
-    except ValueError as error:
-        print("ValueError", error)
-    else:
-        print("loaded")
+for folder in sys.argv[1:]:
+    for loader in (AutoModelForCausalLM, LlamaForCausalLM):
+        try:
+            loader.from_pretrained(folder)
+        except ValueError as error:
+            print("ValueError", error)
+        else:
+            print("loaded")
 assert "scaleinv" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("p", [0.5, None])
-def test_loading_without_scaleinv_is_a_clear_error(stock: Stock, tmp_path: Path, p: float | None) -> None:
-    scaleinv.hf.convert(stock("llama"), p=p).save_pretrained(tmp_path)
-    ran = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=True)
+def test_loading_without_scaleinv_is_a_clear_error(stock: Stock, tmp_path: Path) -> None:
+    folders = [str(tmp_path / "p-rope"), str(tmp_path / "rope")]
+    for folder, p in zip(folders, (0.5, None), strict=True):
+        scaleinv.hf.convert(stock("llama"), p=p).save_pretrained(folder)
+    ran = subprocess.run([sys.executable, "-c", LOAD, *folders], capture_output=True, text=True, check=True)
     assert "loaded" not in ran.stdout
-    assert "model type `scaleinv.hf` but Transformers does not recognize" in ran.stdout
-    assert "scaleinv (import scaleinv.hf and load the model with an Auto class)" in ran.stdout
+    assert ran.stdout.count("model type `scaleinv.hf` but Transformers does not recognize") == 2
+    assert ran.stdout.count("scaleinv (import scaleinv.hf and load the model with an Auto class)") == 2
 
 
 def test_stock_classes_and_other_attention_are_refused(stock: Stock, tmp_path: Path) -> None:

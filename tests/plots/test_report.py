@@ -172,7 +172,7 @@ def test_page_holds_every_part(results: Path) -> None:
 
 def test_headline_is_computed(results: Path) -> None:
     text = report.headline(tables.read_summary(results / "summary.json"))
-    assert "From a context of 1× (512) to 16× (8k)" in text
+    assert "From a context of 1× (512) to 16× (8k) tokens" in text
     assert "−0.005 with Scale-invariant + p-RoPE" in text
     assert "+1.053 with RoPE" in text
     assert "6 methods in the table" in text
@@ -212,6 +212,7 @@ def test_tables(results: Path) -> None:
     assert "| **0.970 (0.92–1.00)** |" in (results / "tables" / "needle.md").read_text(encoding="utf-8")
     sweep = (results / "tables" / "tau-sweep.md").read_text(encoding="utf-8").splitlines()
     assert [line.split(" | ")[0] for line in sweep[4:]] == ["| 0.01", "| 0.1", "| 1", "| 10", "| 100"]
+    assert (results / "tables" / "tau-sweep.csv").read_text(encoding="utf-8").startswith("tau,length,multiple,mean")
 
 
 def test_rows_that_read_the_same_are_both_best_and_no_needle_found_is_not() -> None:
@@ -260,7 +261,7 @@ def test_static_chart_says_what_it_shows(results: Path) -> None:
     assert chart is not None
     figure = compare.draw(chart)
     (axis,) = figure.axes
-    assert axis.get_xlabel() == "context length (× the training length of 512 tokens)"
+    assert axis.get_xlabel() == "context length (1× = 512 tokens)"
     assert axis.get_ylabel() == "loss (nats per token)"
     assert [label.get_text() for label in axis.get_xticklabels()] == ["1×", "4×", "16×"]
     (legend,) = figure.legends
@@ -335,6 +336,7 @@ MEAN = {"mean": 1.0, "stderr": 0.1, "seeds": 1}
         ("evaluations/a-seed0.json", {"row": "rope", "lengths": {"1x": {"positions": [[0, 1]]}}}, "a-seed0.*positions"),
         ("curves/rope.jsonl", "{}\n", r"rope\.jsonl must be named like"),
         ("curves/rope-seed0.jsonl", '{"step": 1, "loss": 2}\n{\n', "rope-seed0.jsonl, line 2 is not JSON"),
+        ("sweep.json", {"tau": {"1": {"far": MEAN}}}, "sweep.json: a length must read like"),
         ("sweep.json", {"tau": {"big": {"1x": MEAN}}}, "tau must be a positive number of tokens, got 'big'"),
         (
             "needle/rope.json",
@@ -351,6 +353,16 @@ def test_malformed_files_are_named(tmp_path: Path, name: str, content: Any, mess
     write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
         report.write_report(tmp_path)
+
+
+def test_large_figures_of_the_analysis_are_shown_as_pixels(tmp_path: Path) -> None:
+    write(tmp_path / "summary.json", {"loss": {}})
+    for name, size in (("small", 10), ("large", report.LARGEST_SVG + 1)):
+        write(tmp_path / "analysis" / "model" / f"{name}.svg", "<" * size)
+        write(tmp_path / "analysis" / "model" / f"{name}.png", "pixels")
+    source = report.write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"data:image/(\S+);base64", source) == ["png", "svg+xml"]
+    assert "<figcaption>model/large</figcaption>" in source
 
 
 def test_missing_summary_says_what_writes_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from test_report import EXTRA, make_results
 
-from scaleinv.plots import report
+from scaleinv.plots import report, style
 
 pytest.importorskip("matplotlib")
 CHROMIUM = shutil.which("chromium")
@@ -121,7 +121,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report.write_report(make_results(tmp_path_factory.mktemp("results")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(style, "save", lambda *_: [])  # figures for papers take the most time; test_report has them
+        return report.write_report(make_results(tmp_path_factory.mktemp("results")))
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from scaleinv.analysis.capture import Layer, blocks_of, capture, model_name, win
 from scaleinv.analysis.figures import Progress, save_data
 from scaleinv.analysis.ranges import Range, range_sums
 
+RECENT = 100
+"""The most recent tokens, whose share is watched."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LengthStatistics:
@@ -113,7 +116,7 @@ def model_statistics(
     name: str | None = None,
     windows: int = 4,
     queries: int = 64,
-    recent: int = 100,
+    recent: int = RECENT,
     ratio: int = 10,
     bos: int | None = None,
     block: int | None = None,
@@ -140,8 +143,7 @@ def model_statistics(
     >>> found.entropy.shape
     torch.Size([1, 2])
     """
-    if not lengths or min(lengths) <= recent:
-        raise ValueError(f"lengths must exceed recent={recent}, got {list(lengths)}")
+    check_lengths(lengths, recent)
     if queries < 1:
         raise ValueError(f"queries must be at least 1, got {queries}")
     name = name or model_name(model)
@@ -174,6 +176,12 @@ def model_statistics(
             )
         )
     return ModelStatistics(name, layers, tuple(entries), ratio, recent)
+
+
+def check_lengths(lengths: Sequence[int], recent: int = RECENT) -> None:
+    """ValueError unless there are lengths, all longer than the most recent tokens."""
+    if not lengths or min(lengths) <= recent:
+        raise ValueError(f"lengths must exceed recent={recent}, got {list(lengths)}")
 
 
 def last_positions(length: int, count: int) -> Tensor:

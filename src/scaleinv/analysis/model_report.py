@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.analysis.calibrate import Calibration
-from scaleinv.analysis.capture import training_length
+from scaleinv.analysis.capture import training_length, windows_of
 from scaleinv.analysis.figures import Progress
-from scaleinv.analysis.model import ModelStatistics, model_statistics
+from scaleinv.analysis.model import ModelStatistics, check_lengths, model_statistics
 from scaleinv.analysis.scores import score_statistics
 
 LENGTHS = ("1x", "4x", "16x")
@@ -52,6 +52,8 @@ def model_report(
 
     out = Path(out)
     wanted = context_lengths(lengths, model)
+    check_lengths(wanted)  # now, not after the scores
+    windows_of(tokens, max(wanted), windows, bos)
     scores = score_statistics(model, tokens, name=name, windows=windows, bos=bos, progress=progress)
     paths = [*scores.save(out), *plots.save_qq(scores, out), Calibration.of(scores).save(out / "calibration.json")]
     statistics: ModelStatistics | None = None
@@ -81,7 +83,10 @@ def analyze_model(
             validation data of a run; a Hugging Face model needs it.
         out: the folder to write to.
     """
+    from scaleinv.train.store import check_writable
+
     model, tokens, bos, name = (_open_run if _is_run(Path(path)) else _open_hf)(path, lengths, text)
+    check_writable(Path(out))
     return model_report(model, tokens, lengths, out, name=name, bos=bos, progress=progress)
 
 

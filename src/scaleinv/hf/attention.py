@@ -61,8 +61,8 @@ def attention_forward(
             attention_mask = attention_mask.distances(query.shape[2], key.shape[2], query.device)
         if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32:
             raise ValueError(
-                "attention_mask must come from the mask function of scaleinv.hf, which knows the positions of the keys; "
-                f"got {_describe(attention_mask)}. Pass the model a 2-D attention_mask, or none; a ready-made 4-D mask "
+                "attention_mask must come from the mask function of scaleinv.hf, which knows where the keys stand, got "
+                f"{_describe(attention_mask)}. Pass the model a 2-D attention_mask, or none; a ready-made 4-D mask "
                 "and models that do not build masks with transformers.masking_utils are not supported"
             )
         out = by_distance(query, key, value, logits, attention_mask, scale, softcap, s_aux, dropout)
@@ -103,20 +103,23 @@ def by_distance(
 ) -> Tensor:
     """Attention over a tensor of distances ``[B or 1, 1, Nq, Nk]``: any geometry, at O(Nq · Nk) memory."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    groups = key.shape[1]
+    batch, heads, queries, _ = query.shape
+    shared = (
+        batch,
+        key.shape[1],
+        heads // key.shape[1] * queries,
+        -1,
+    )  # query heads that share a key head: one product
     visible = distance >= 0
-    S = scale * query.to(dtype).unflatten(1, (groups, -1)) @ key.to(dtype).unsqueeze(2).transpose(-1, -2)
-    S = S.flatten(1, 2)  # [B, H, Nq, Nk]
+    S = scale * (query.to(dtype).reshape(shared) @ key.to(dtype).transpose(-1, -2))
+    S = S.reshape(batch, heads, queries, -1)
     if softcap is not None:
         S = softcap * torch.tanh(S / softcap)
     if logits.length is not None:
-        count = visible.sum(-1)[:, 0]
-        S = (
-            S
-            * logits.query_scale(count if logits.length == "visible" else torch.full_like(count, key.shape[2]))[
-                ..., None
-            ]
-        )
+        count = visible.sum(-1)[:, 0]  # [B, Nq]
+        if logits.length == "context":
+            count = torch.full_like(count, key.shape[2])
+        S = S * logits.query_scale(count)[..., None]
 
     # All visible keys stand in the Nk places up to the last query: no distance reaches Nk.
     a, m = logits.tables(key.shape[2], dtype=dtype, device=query.device)
@@ -130,7 +133,7 @@ def by_distance(
         column = sinks.to(dtype)[None, :, None, None].expand(*L.shape[:3], 1)
         A = torch.cat([L, column], dim=-1).softmax(-1)[..., :-1]
     A = F.dropout(A.masked_fill(blind, 0.0), dropout)
-    return (A.unflatten(1, (groups, -1)) @ value.to(dtype).unsqueeze(2)).flatten(1, 2).to(value.dtype)
+    return (A.reshape(shared) @ value.to(dtype)).reshape(batch, heads, queries, -1).to(value.dtype)
 
 
 def _describe(mask: object) -> str:

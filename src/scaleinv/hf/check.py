@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def _cached(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     cache = DynamicCache(config=model.config)
     length = tokens.shape[1]
     cuts = [0, length // 2, length - 4, *range(length - 3, length + 1)]
-    steps: Iterator[Tensor] = (tokens[:, start:stop] for start, stop in zip(cuts, cuts[1:], strict=False))
+    steps = (tokens[:, start:stop] for start, stop in itertools.pairwise(cuts))
     return torch.cat([_logits(model, step, past_key_values=cache, use_cache=True) for step in steps], dim=1)
 
 

@@ -1,9 +1,9 @@
 """How a converted model's config differs: it insists on our attention, and it says so in config.json.
 
-In memory a converted config is an instance of a subclass of the model's own config class, so that everything that looks
-at it (generation, PEFT, Trainer) sees the model that it knows. On disk it has a model type of its own. Whoever loads the
-folder without scaleinv, be it transformers or another engine, meets a type that they do not know and stops, where they
-would otherwise have run a model that was trained with scale-invariant attention as a plain one.
+In memory a converted config is an instance of a subclass of the model's own config class, so that everything that
+looks at it (generation, PEFT, Trainer) sees the model that it knows. On disk it has a model type of its own. Whoever
+loads the folder without scaleinv, be it transformers or another engine, meets a type that they do not know and stops,
+where they would otherwise have run a model that was trained with scale-invariant attention as a plain one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL_TYPE = "scaleinv.hf"
 """The model type in config.json; transformers' error about an unknown type names it: it is what to import."""
 
 STOCK_TYPE = "stock_model_type"
-"""Where the model's own type stands in config.json. (Not "model_type": stock classes search parts of the file for it.)"""
+"""Where the model's own type stands in config.json. (Not "model_type": stock classes search the file for that.)"""
 
 ARCHITECTURE = "ScaleInvariant"
 """Before the names in ``architectures``, which some engines go by."""
@@ -102,14 +102,15 @@ def register() -> None:
 
 def apply(config: PreTrainedConfig, settings: Settings) -> None:
     """Turn a stock config into a converted one, in place, so that whoever holds it sees the change."""
-    text = config.get_text_config()
+    outer: Any = config
+    text: Any = config.get_text_config()
     if settings.p is not None:
         rope.wrap(text, settings.p)
     text.__dict__.pop("_attn_implementation_internal", None)
-    text.__class__ = _converted_class(type(text), settings)
+    text.__class__ = _converted_class(text.__class__, settings)
     text.scaleinv = settings.to_dict()
-    if config is not text:
-        config.__class__ = _saved_class(type(config))
+    if outer is not text:
+        outer.__class__ = _saved_class(outer.__class__)
 
 
 def remove(config: PreTrainedConfig) -> Settings:
@@ -154,16 +155,16 @@ def restore(config_dict: dict[str, Any], **kwargs: Any) -> Any:
 
 
 @functools.cache
-def _converted_class(base: type, settings: Settings) -> type:
+def _converted_class(base: Any, settings: Settings) -> type:
     return type(base.__name__, (Converted, base), {"settings": settings, "logit_transforms": settings.transforms()})
 
 
 @functools.cache
-def _saved_class(base: type) -> type:
+def _saved_class(base: Any) -> type:
     return type(base.__name__, (Saved, base), {})
 
 
 def _blank(base: type, settings: Settings | None) -> Any:
     """For copy and pickle."""
-    cls = _saved_class(base) if settings is None else _converted_class(base, settings)
-    return cls.__new__(cls)
+    cls: Any = _saved_class(base) if settings is None else _converted_class(base, settings)
+    return object.__new__(cls)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def convert_folder(
     p: float | None = 0.5,
     **options: Any,
 ) -> None:
-    """Load a causal language model from a folder or the hub, `convert` it and save it, with its tokenizer if it has one.
+    """Load a causal language model from a folder or the hub, `convert` it, save it with its tokenizer, if it has one.
 
     ``options`` go to `convert`.
     """
@@ -124,11 +125,22 @@ def _convertible(model: PreTrainedModel) -> PreTrainedConfig:
     rotary = getattr(text, "rope_parameters", None) or {}
     if any("mrope_section" in part for part in (rotary, *rotary.values()) if isinstance(part, dict)):
         raise ValueError(f"{name} has a multimodal rotary embedding (M-RoPE, 3-D position_ids), which is not supported")
-    for module in model.modules():
-        held = getattr(module, "config", None)
-        if type(held) is type(text) and held is not text:
-            raise ValueError(f"{type(module).__name__} in {name} holds its own copy of the config: not supported")
+    layers = [module for module in model.modules() if _uses_interface(module)]
+    if not any(module.config is text for module in layers):
+        raise ValueError(f"{name} does not take its attention from transformers' AttentionInterface")
+    for module in layers:
+        where = f"{type(module).__name__} in {name}"
+        if type(module.config) is type(text) and module.config is not text:
+            raise ValueError(f"{where} holds its own copy of the config, which is not supported")
+        if module.config is text and getattr(module, "is_causal", True) is False:
+            raise ValueError(f"{where} is bidirectional: only causal attention can be converted")
     return text
+
+
+def _uses_interface(module: Any) -> bool:
+    """Is it an attention layer that asks transformers' AttentionInterface for its function?"""
+    is_layer = "Attention" in type(module).__name__ and hasattr(module, "config")
+    return is_layer and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _set_attention(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
@@ -136,7 +148,7 @@ def _set_attention(model: PreTrainedModel, text: PreTrainedConfig, implementatio
     if text is model.config:
         model.set_attn_implementation(implementation)
     else:
-        key = next(key for key in model.config.sub_configs if getattr(model.config, key) is text)
-        model.set_attn_implementation({key: implementation})
+        names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
+        model.set_attn_implementation({name: implementation for name in names})
     if text._attn_implementation != implementation:
-        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
+        raise ValueError(f"transformers cannot set the attention of {type(model).__name__}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from scaleinv.ops.masks import Geometry, pair_mask
 
@@ -87,11 +87,11 @@ def attention_mask(
             if regular is not None:
                 return regular
 
-    visible = sdpa_mask(
+    visible: Any = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        q_offset=q_offset,  # type: ignore[arg-type]  # a tensor for static caches
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
@@ -104,10 +104,15 @@ def attention_mask(
     query = torch.arange(q_length, device=device)[None] + q_offset
     key = torch.arange(kv_length, device=device)[None] + kv_offset
     if attention_mask is not None:  # padding takes no place: count the real tokens
-        count = prepare_padding_mask(attention_mask, kv_length, kv_offset).cumsum(-1)
+        count = _padded(attention_mask, kv_length, kv_offset).cumsum(-1)
         query, key = count[:, query[0]], count[:, key[0]]
     distance = (query[:, :, None] - key[:, None, :]).abs()[:, None]
     return torch.where(visible, distance, HIDDEN).to(torch.int32)
+
+
+def _padded(mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
+    """The 2-D mask with False for the empty slots of a static cache."""
+    return F.pad(mask, (0, max(kv_length + kv_offset - mask.shape[-1], 0)))
 
 
 def _pattern(mask_function: Callable, local_size: int | None, config: Any) -> tuple[int | None, bool] | None:
@@ -145,15 +150,17 @@ def _regular(
         return None  # whether it is regular stands in the data, which a compiled graph cannot ask
     key_mask = None
     if padding is not None:
-        padding = prepare_padding_mask(padding, kv_length, kv_offset)
+        padding = _padded(padding, kv_length, kv_offset)
         starts = padding[:, :1].sum(1) + (padding[:, 1:] & ~padding[:, :-1]).sum(1)
         if bool((starts > 1).any()):
             return None  # holes: the distance is not a difference of places
         key_mask = padding[:, kv_offset : kv_offset + kv_length]
         key_mask = None if bool(key_mask.all()) else key_mask
     document_ids = None
-    if packed and isinstance(q_offset, int) and q_offset == kv_offset == 0 and q_length == kv_length:
-        # Two neighbours see each other unless a document ends between them.
+    whole = not isinstance(q_offset, Tensor) and q_offset == kv_offset == 0 and q_length == kv_length
+    if packed and window is None and not whole:
+        return None  # transformers packs only without a cache
+    if packed and whole:  # two neighbours see each other unless a document ends between them
         place = torch.arange(1, q_length, device=device)[None]
         batch = torch.arange(batch_size, device=device)[:, None]
         joined = mask_function(batch, torch.zeros_like(batch), place, place - 1).expand(batch_size, -1)

@@ -16,8 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from scaleinv.analysis.figures import save_data
 from scaleinv.plots import needle, style
-from scaleinv.plots import tables as t
-from scaleinv.plots.tables import Estimate, Estimates
+from scaleinv.plots.tables import (
+    Estimate,
+    Estimates,
+    length_label,
+    lengths_of,
+    mapping,
+    multiple,
+    number,
+    ordered_lengths,
+    ordered_rows,
+    parse_accuracy,
+    parse_loss,
+    parse_rows,
+    read_json,
+    tokens_label,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +115,7 @@ class HeatMap:
 
 def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_length: int | None) -> Chart | None:
     """A curve for each row against the length of the context, from ``summary.json``."""
-    keys = t.lengths_of(estimates, train_length)
+    keys = lengths_of(estimates, train_length)
     looks = _looks(estimates)
     series = tuple(
         Series(
@@ -110,22 +124,24 @@ def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_l
                 point
                 for key in keys
                 if key in lengths
-                for point in _point(t.multiple(key, train_length), lengths[key], t.length_label(key, train_length))
+                for point in _point(multiple(key, train_length), lengths[key], length_label(key, train_length))
             ),
         )
         for row, lengths in estimates.items()
     )
-    unit = f" of {train_length:,} tokens" if train_length else ""
-    return _chart(
-        name,
-        title,
-        "Bars are standard errors." if y_label == LOSS else "Bars are 95 % Wilson intervals.",
-        f"context length (× the training length{unit})",
-        y_label,
-        [Panel("", series, mark=1.0)],
-        log_x=True,
-        ticks=tuple((t.multiple(key, train_length), t.length_label(key)) for key in keys),
-        y_range=(0.0, 1.0) if y_label == FOUND else None,
+    unit = f"1× = {train_length:,} tokens" if train_length else "× the training length"
+    return _filled(
+        Chart(
+            name,
+            title,
+            "Bars are standard errors." if y_label == LOSS else "Bars are 95 % Wilson intervals.",
+            f"context length ({unit})",
+            y_label,
+            (Panel("", series, mark=1.0),),
+            log_x=True,
+            ticks=tuple((multiple(key, train_length), length_label(key)) for key in keys),
+            y_range=(0.0, 1.0) if y_label == FOUND else None,
+        )
     )
 
 
@@ -133,20 +149,20 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
     """Loss by position in the window, a panel for each length, from ``evaluations/<row>-seed<k>.json``."""
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for path in sorted(folder.glob("*.json")):
-        data = t.mapping(t.read_json(path), str(path))
-        for key, measured in t.mapping(data.get("lengths"), f"{path}: lengths").items():
-            t.multiple(key, train_length, str(path))
-            for interval in t.mapping(measured, f"{path}: {key}").get("positions") or []:
+        data = mapping(read_json(path), str(path))
+        for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
+            multiple(key, train_length, str(path))
+            for interval in mapping(measured, f"{path}: {key}").get("positions") or []:
                 if not isinstance(interval, list) or len(interval) != 3:
                     raise ValueError(f"{path}: {key}: positions must be [first, past the last, loss], got {interval!r}")
                 named = dict(zip(("first", "past the last", "loss"), interval, strict=True))
-                low, high, loss = (t.number(named, name, f"{path}: {key}: positions") for name in named)
+                low, high, loss = (number(named, name, f"{path}: {key}: positions") for name in named)
                 losses[key][_row(data, path)][low, high].append(loss)
-    keys = t.ordered_lengths(losses, train_length)
+    keys = ordered_lengths(losses, train_length)
     looks = _looks(row for rows in losses.values() for row in rows)
     panels = [
         Panel(
-            f"windows of {t.length_label(key, train_length)}",
+            f"windows of {length_label(key, train_length)}",
             tuple(Series(look, _positions(losses[key][row])) for row, look in looks.items() if row in losses[key]),
             mark=train_length,
             settled=8,  # the first tokens have nothing to go by
@@ -154,15 +170,17 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
         for key in keys
     ]
     last = max((high for rows in losses.values() for bins in rows.values() for _, high in bins), default=0)
-    return _chart(
-        "loss-by-position",
-        "Loss by position in the window",
-        "Mean over seeds. A model that copes with contexts longer than it was trained on stays flat beyond the mark.",
-        "position in the window (tokens)",
-        f"validation {LOSS}",
-        panels,
-        log_x=True,
-        ticks=tuple((4.0**k, t.tokens_label(4**k)) for k in range(16) if 4**k <= last),
+    return _filled(
+        Chart(
+            "loss-by-position",
+            "Loss by position in the window",
+            "Mean over seeds. A model that copes with contexts longer than it was trained on stays flat beyond the mark.",
+            "position in the window (tokens)",
+            f"validation {LOSS}",
+            tuple(panels),
+            log_x=True,
+            ticks=tuple((4.0**k, tokens_label(4**k)) for k in range(16) if 4**k <= last),
+        )
     )
 
 
@@ -176,31 +194,33 @@ def training(folder: Path, train_length: int | None) -> Chart | None:
         if named[2]:  # of the sweep, which has a chart of its own
             continue
         for line in _lines(path):
-            step = t.number(line, "step", str(path))
+            step = number(line, "step", str(path))
             if "loss" in line:
-                losses[""][named[1]][step].append(t.number(line, "loss", str(path)))
-            for key in t.mapping(line.get("validation") or {}, f"{path}: validation"):
-                t.multiple(key, train_length, str(path))
-                losses[key][named[1]][step].append(t.number(line["validation"], key, f"{path}: validation"))
+                losses[""][named[1]][step].append(number(line, "loss", str(path)))
+            for key in mapping(line.get("validation") or {}, f"{path}: validation"):
+                multiple(key, train_length, str(path))
+                losses[key][named[1]][step].append(number(line["validation"], key, f"{path}: validation"))
     last = max((step for models in losses.values() for steps in models.values() for step in steps), default=0)
     looks = _looks(model for models in losses.values() for model in models)
     panels = []
-    for key in [*losses.keys() & {""}, *t.ordered_lengths(losses.keys() - {""}, train_length)]:
+    for key in [*losses.keys() & {""}, *ordered_lengths(losses.keys() - {""}, train_length)]:
         series = tuple(
             Series(look, _steps(losses[key][model])) for model, look in looks.items() if model in losses[key]
         )
-        title = f"validation at {t.length_label(key, train_length)}" if key else "training"
+        title = f"validation at {length_label(key, train_length)}" if key else "training"
         panels.append(Panel(title, series, settled=last / 10))
     caption = "Mean over seeds. Rows that only act at inference have no curve: they use the model of another."
-    return _chart("training", "Loss during training", caption, "step", LOSS, panels)
+    return _filled(Chart("training", "Loss during training", caption, "step", LOSS, tuple(panels)))
 
 
-def read_sweep(path: Path) -> Estimates:
+def read_sweep(path: Path, train_length: int | None) -> Estimates:
     """``sweep.json``: losses by τ, smallest first, then by length."""
-    taus = t.parse_rows(t.mapping(t.read_json(path), str(path)).get("tau", {}), f"{path}: tau", t.parse_loss)
-    for tau in taus:
-        if not re.fullmatch(r"[\d.]+(e[-+]?\d+)?", tau) or not float(tau) > 0:
+    taus = parse_rows(mapping(read_json(path), str(path)).get("tau", {}), f"{path}: tau", parse_loss)
+    for tau, lengths in taus.items():
+        if not re.fullmatch(r"\d+(\.\d+)?(e[-+]?\d+)?", tau) or not float(tau):
             raise ValueError(f"{path}: tau must be a positive number of tokens, got {tau!r}")
+        for key in lengths:
+            multiple(key, train_length, str(path))
     return {tau: taus[tau] for tau in sorted(taus, key=float)}
 
 
@@ -209,7 +229,7 @@ def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
     colors = (*style.RATIOS, *OTHERS)
     series = tuple(
         Series(
-            style.Look(t.length_label(key, train_length), colors[i % len(colors)], "os^Dv"[i % 5]),
+            style.Look(length_label(key, train_length), colors[i % len(colors)], "os^Dv"[i % 5]),
             tuple(
                 point
                 for tau, lengths in sweep.items()
@@ -217,21 +237,23 @@ def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
                 for point in _point(float(tau), lengths[key], f"τ = {tau}")
             ),
         )
-        for i, key in enumerate(t.lengths_of(sweep, train_length))
+        for i, key in enumerate(lengths_of(sweep, train_length))
     )
     ticks = tuple((float(tau), tau) for tau in sweep)
     caption = (
         "Scale-invariant + p-RoPE, a curve for each context length. The paper takes τ = 10. Bars are standard errors."
     )
-    return _chart(
-        "tau-sweep",
-        "Loss by lengthscale τ",
-        caption,
-        "lengthscale τ (tokens)",
-        f"validation {LOSS}",
-        [Panel("", series)],
-        log_x=True,
-        ticks=ticks,
+    return _filled(
+        Chart(
+            "tau-sweep",
+            "Loss by lengthscale τ",
+            caption,
+            "lengthscale τ (tokens)",
+            f"validation {LOSS}",
+            (Panel("", series),),
+            log_x=True,
+            ticks=ticks,
+        )
     )
 
 
@@ -240,23 +262,23 @@ def needle_depths(folder: Path, train_length: int | None) -> HeatMap | None:
     rows: dict[str, Any] = {}
     results = {}
     for path in sorted(folder.glob("*.json")):
-        data = t.mapping(t.read_json(path), str(path))
+        data = mapping(read_json(path), str(path))
         depths = rows.setdefault(_row(data, path), defaultdict(dict))
         results[_row(data, path)] = {**data, "settings": {"train_length": train_length}}
-        for key, measured in t.mapping(data.get("lengths"), f"{path}: lengths").items():
+        for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
             where = f"{path}: {key}"
-            t.multiple(key, train_length, str(path))
-            t.number(t.mapping(measured, where), "length", where)
-            t.parse_accuracy(measured, where)
+            multiple(key, train_length, str(path))
+            number(mapping(measured, where), "length", where)
+            parse_accuracy(measured, where)
             if not isinstance(measured.get("depths"), list):
                 raise ValueError(f"{where}: depths must be a list, got {measured.get('depths')!r:.60}")
             for depth in measured["depths"]:
-                ends = tuple(t.number(t.mapping(depth, where), end, where) for end in ("from", "to"))
+                ends = tuple(number(mapping(depth, where), end, where) for end in ("from", "to"))
                 if not 0 <= ends[0] < ends[1] <= 1:
                     raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
-                depths[ends][key] = t.parse_accuracy(depth, where)
-    kept = {row: dict(sorted(rows[row].items())) for row in t.ordered_rows(rows) if rows[row]}
-    keys = t.ordered_lengths((key for row in kept.values() for at in row.values() for key in at), train_length)
+                depths[ends][key] = parse_accuracy(depth, where)
+    kept = {row: dict(sorted(rows[row].items())) for row in ordered_rows(rows) if rows[row]}
+    keys = ordered_lengths((key for row in kept.values() for at in row.values() for key in at), train_length)
     return HeatMap(kept, tuple(keys), tuple(results[row] for row in kept)) if kept else None
 
 
@@ -270,11 +292,13 @@ def draw(chart: Chart) -> Figure:
                 _draw_series(axis, series)
             if chart.log_x:
                 axis.set_xscale("log")
-            if chart.ticks:
-                axis.set_xticks([x for x, _ in chart.ticks], [label for _, label in chart.ticks])
-                axis.minorticks_off()
             if panel.mark is not None:
                 axis.axvline(panel.mark, color="#888888", linewidth=1, linestyle=":", label="training length")
+            if chart.ticks:
+                left, right = axis.get_xlim()  # ticks beyond the data would widen it
+                axis.set_xticks([x for x, _ in chart.ticks], [label for _, label in chart.ticks])
+                axis.set_xlim(left, right)
+                axis.minorticks_off()
             _limit(axis, chart, panel)
             axis.set_xlabel(chart.x_label)
             axis.set_ylabel(chart.y_label)
@@ -308,9 +332,8 @@ def _limit(axis: Axes, chart: Chart, panel: Panel) -> None:
             axis.set_ylim(min(y) - pad, max(y) + pad)
 
 
-def _chart(*args: Any, **settings: Any) -> Chart | None:
-    """A chart without its empty curves and panels; None if nothing is left."""
-    chart = Chart(*args, **settings)
+def _filled(chart: Chart) -> Chart | None:
+    """The chart without its empty curves and panels; None if nothing is left."""
     panels = [
         dataclasses.replace(panel, series=tuple(series for series in panel.series if series.points))
         for panel in chart.panels
@@ -321,7 +344,7 @@ def _chart(*args: Any, **settings: Any) -> Chart | None:
 
 def _looks(rows: Iterable[str]) -> dict[str, style.Look]:
     """How each row is drawn, in the paper's order; unknown rows keep their names and get spare colours."""
-    ordered = t.ordered_rows(rows)
+    ordered = ordered_rows(rows)
     unknown = [row for row in ordered if row not in style.METHODS]
     spare = {row: style.Look(row, OTHERS[i % len(OTHERS)], "osv^D"[i % 5], "--") for i, row in enumerate(unknown)}
     return {row: style.METHODS.get(row) or spare[row] for row in ordered}
@@ -372,7 +395,7 @@ def _lines(path: Path) -> list[Mapping[str, Any]]:
     lines = []
     for i, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
-            lines.append(t.mapping(json.loads(line), f"{path}, line {i}"))
+            lines.append(mapping(json.loads(line), f"{path}, line {i}"))
         except json.JSONDecodeError as error:
             if line.endswith("\n"):
                 raise ValueError(f"{path}, line {i} is not JSON: {error}") from error

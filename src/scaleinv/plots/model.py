@@ -54,7 +54,7 @@ def draw_models(models: Sequence[ModelStatistics]) -> Figure:
             axis.set_ylabel(unit)
             axis.set_title(title)
             axis.set_ylim(0, 1.02 if quantity == "recent_share" else None)
-        axes[0].legend(loc="lower left")
+        axes[0].legend()
     return figure
 
 
@@ -148,7 +148,8 @@ def _bars(axis: Axes, shares: Sequence[Tensor], names: Sequence[str]) -> None:
             label=str(position),
         )
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axis.set_xticks(range(len(shares)), names)
+    step = math.ceil(len(names) / 16)
+    axis.set_xticks(range(0, len(names), step), names[::step])
     axis.grid(False, axis="x")
     axis.set_ylim(0, 1)
     axis.set_ylabel("share of attention")

@@ -35,7 +35,7 @@
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((x) => x * power).find((x) => x >= rough);
     const ticks = [];
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step + 0); // never -0
     const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9) + (Math.abs(step / power - 2.5) < 1e-6 ? 1 : 0));
     return ticks.map((x) => [x, x.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })]);
   }
@@ -84,8 +84,8 @@
       const width = Math.max(this.width, 200);
       const height = Math.round(Math.min(Math.max(width * 0.62, 250), 420));
       const [left, right, bottom, top] = this.ranges();
-      const yTicks = roundTicks(bottom, top, 5);
-      const edge = { left: 30 + 7 * Math.max(...yTicks.map((tick) => tick[1].length)), right: 14, top: 20, bottom: 46 };
+      const yTicks = roundTicks(bottom, top, 7);
+      const edge = { left: 30 + 7 * Math.max(...yTicks.map((tick) => tick[1].length)), right: 14, top: panel.mark === null ? 8 : 20, bottom: 46 };
       const scale = chart.log_x ? Math.log : (x) => x;
       const inset = 8;
       const span = width - edge.left - edge.right - 2 * inset;
@@ -123,7 +123,8 @@
       const clip = `clip-${chart.name}-${chart.panels.indexOf(panel)}`;
       add(add(svg, "clipPath", { id: clip }), "rect", { x: edge.left, y: edge.top, width: width - edge.left - edge.right, height: floor - edge.top });
       const curves = add(svg, "g", { "clip-path": `url(#${clip})` });
-      for (const series of this.shown) this.curve(curves, series);
+      const black = (series) => series.look.color === "#000000"; // the method, on top
+      for (const series of this.shown.sort((a, b) => black(a) - black(b))) this.curve(curves, series);
       this.guide = add(svg, "line", { class: "guide", y1: edge.top, y2: floor, visibility: "hidden" });
       this.pick(this.picked);
     }
@@ -183,10 +184,9 @@
         add(line, "span", {}, look.label);
         add(line, "span", {}, point[Y].toFixed(3) + spread(point));
       }
-      const right = this.toX(x) > this.width / 2;
-      this.tip.style.left = right ? "auto" : `${this.toX(x) + 12}px`;
-      this.tip.style.right = right ? `${this.width - this.toX(x) + 12}px` : "auto";
-      this.tip.style.top = `${this.svg.offsetTop ?? 0}px`;
+      const room = this.width - this.tip.offsetWidth;
+      const left = this.toX(x) > this.width / 2 ? this.toX(x) - this.tip.offsetWidth - 12 : this.toX(x) + 12;
+      this.tip.style.left = `${Math.max(0, Math.min(left, room))}px`;
     }
   }
 

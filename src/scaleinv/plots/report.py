@@ -17,10 +17,29 @@ from string import Template
 from typing import Any
 
 from scaleinv.plots import compare, needle
-from scaleinv.plots import tables as t
 from scaleinv.plots.compare import Chart, HeatMap
-from scaleinv.plots.tables import Summary, Table
+from scaleinv.plots.tables import (
+    METHOD,
+    PAPER_LOSS,
+    PAPER_NEEDLE,
+    Summary,
+    Table,
+    changes,
+    length_label,
+    lengths_of,
+    loss_table,
+    multiple,
+    needle_table,
+    paper_table,
+    read_summary,
+    row_label,
+    signed,
+    sweep_table,
+    terminal_table,
+)
 from scaleinv.version import VERSION
+
+__all__ = ["terminal_table", "write_report"]
 
 CAPTIONS = {
     "figure1-gaussian": "Figure 1, top: entropy and share of recent tokens against context length, Gaussian scores.",
@@ -57,7 +76,7 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
     folder = Path(folder)
     say = progress or (lambda text: None)
     say(f"reading {folder}")
-    summary = t.read_summary(folder / "summary.json")
+    summary = read_summary(folder / "summary.json")
     length = summary.train_length
     charts = {
         "by length": compare.by_length("loss-by-length", "Loss by context length", compare.LOSS, summary.loss, length),
@@ -66,15 +85,15 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
         "needle": compare.by_length("needle-by-length", "Needles found", compare.FOUND, summary.needle, length),
     }
     heat = compare.needle_depths(folder / "needle", length)
-    sweep = compare.read_sweep(folder / "sweep.json") if (folder / "sweep.json").exists() else {}
+    sweep = compare.read_sweep(folder / "sweep.json", length) if (folder / "sweep.json").exists() else {}
     charts["sweep"] = compare.sweep_chart(sweep, length)
     tables = {}
     if summary.loss:
-        tables["loss"] = t.loss_table(summary)
+        tables["loss"] = loss_table(summary)
     if summary.needle:
-        tables["needle"] = t.needle_table(summary)
+        tables["needle"] = needle_table(summary)
     if sweep:
-        tables["sweep"] = t.sweep_table(sweep, length)
+        tables["sweep"] = sweep_table(sweep, length)
 
     for table in tables.values():
         table.save(folder / "tables")
@@ -111,28 +130,27 @@ def page(summary: Summary, sections: Iterable[Section], charts: Iterable[Chart])
 
 def headline(summary: Summary) -> str:
     """What the rows lose from the shortest length to the longest, and which is best there, in plain words."""
-    keys = t.lengths_of(summary.loss, summary.train_length)
+    keys = lengths_of(summary.loss, summary.train_length)
     if not keys:
         return "No losses were measured."
     sentences = []
-    changed = sorted(t.changes(summary).items(), key=lambda item: item[1])
+    changed = sorted(changes(summary).items(), key=lambda item: item[1])
     if changed:
         shown = (
-            changed
-            if len(changed) <= 5
-            else [x for x in changed if x in (*changed[:2], changed[-1]) or x[0] == t.METHOD]
+            changed if len(changed) <= 5 else [x for x in changed if x in (*changed[:2], changed[-1]) or x[0] == METHOD]
         )
-        parts = [f"{t.signed(change)} with {t.label(row)}" for row, change in shown]
+        parts = [f"{signed(change)} with {row_label(row)}" for row, change in shown]
         listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
         rest = f" ({len(changed)} methods in the table)" if len(shown) < len(changed) else ""
-        ends = " to ".join(t.length_label(key, summary.train_length) for key in (keys[0], keys[-1]))
-        sentences.append(f"From a context of {ends}, the loss in nats per token changes by {listed}{rest}.")
+        ends = " to ".join(length_label(key, summary.train_length) for key in (keys[0], keys[-1]))
+        unit = " tokens" if summary.train_length else " the training length"
+        sentences.append(f"From a context of {ends}{unit}, the loss in nats per token changes by {listed}{rest}.")
     last = [(x[keys[-1]].value, row) for row, x in summary.loss.items() if keys[-1] in x]
     ranked = sorted((value, row) for value, row in last if math.isfinite(value))
     if ranked:
-        second = f"; next is {t.label(ranked[1][1])}, {ranked[1][0]:.3f}" if len(ranked) > 1 else ""
-        best = f"{ranked[0][0]:.3f}, with {t.label(ranked[0][1])}{second}"
-        sentences.append(f"The lowest loss at {t.length_label(keys[-1])} is {best}.")
+        second = f"; next is {row_label(ranked[1][1])}, {ranked[1][0]:.3f}" if len(ranked) > 1 else ""
+        best = f"{ranked[0][0]:.3f}, with {row_label(ranked[0][1])}{second}"
+        sentences.append(f"The lowest loss at {length_label(keys[-1])} is {best}.")
     return " ".join(sentences) or "Every run diverged."
 
 
@@ -175,15 +193,15 @@ def _sections(
         ("analysis", "Analysis"): analysis,
     }
     if "loss" in tables:
-        paper = t.paper_table("paper-loss", "Validation loss", t.PAPER_LOSS, summary.loss)
+        paper = paper_table("paper-loss", "Validation loss", PAPER_LOSS, summary.loss)
         bodies["loss", "Loss"] = _beside(tables["loss"], paper)
     if "needle" in tables:
-        paper = t.paper_table("paper-needle", "Needle accuracy", t.PAPER_NEEDLE, summary.needle)
+        paper = paper_table("paper-needle", "Needle accuracy", PAPER_NEEDLE, summary.needle)
         bodies["needle", "Needle"] = _beside(tables["needle"], paper) + _figure(charts["needle"])
     if heat:
         bodies["needle", "Needle"] += _heat(heat, summary.train_length)
     if "sweep" in tables:
-        bodies["sweep", "τ sweep"] = _figure(charts["sweep"]) + _table(tables["sweep"], corner="τ")
+        bodies["sweep", "τ sweep"] = _figure(charts["sweep"]) + _table(tables["sweep"])
     sections = [Section(name, title, body) for (name, title), body in bodies.items() if body]
     missing = [title.lower() for (_, title), body in bodies.items() if not body]
     note = f"<p>This folder has nothing for: {escape(', '.join(missing))}.</p>" if missing else ""
@@ -198,27 +216,29 @@ def _section(section: Section) -> str:
 
 
 def _beside(ours: Table, paper: Table) -> str:
-    return f'<div class="pair">\n{_table(ours)}{_table(paper)}</div>\n'
+    return f'<div class="pair">\n{_table(ours)}{_table(paper, note="")}</div>\n'
 
 
-def _table(table: Table, corner: str = "method") -> str:
+def _table(table: Table, note: str = ". Best in bold.") -> str:
     """A table whose headers sort it; the script reads ``data-value``."""
+    corner = "method" if table.kind == "row" else "τ"
     header = "".join(
         f'<th scope="col"><button type="button">{escape(column)}</button></th>' for column in (corner, *table.columns)
     )
     lines = []
     for row, cells in table.rows.items():
-        chosen = ' class="method"' if row == t.METHOD else ""
-        line = [f'<tr{chosen}><th scope="row">{escape(t.label(row))}</th>']
+        chosen = ' class="method"' if row == METHOD else ""
+        line = [f'<tr{chosen}><th scope="row">{escape(row_label(row))}</th>']
         for cell in cells:
             value = "" if cell.value is None else f' data-value="{cell.value:.9g}"'
-            text = f"<strong>{escape(cell.text)}</strong>" if cell.best else escape(cell.text)
-            line.append(f"<td{value}>{text}</td>")
+            number, _, spread = cell.text.partition(" ")
+            text = f'{escape(number)}<span class="spread"> {escape(spread)}</span>' if spread else escape(number)
+            line.append(f"<td{value}><strong>{text}</strong></td>" if cell.best else f"<td{value}>{text}</td>")
         lines.append("".join(line) + "</tr>\n")
     caption = escape(table.caption)
     return (
         f'<div class="scroll" role="region" aria-label="{caption}" tabindex="0">\n'
-        f'<table class="sortable" id="table-{table.name}"><caption>{caption}. Best in bold.</caption>\n'
+        f'<table class="sortable" id="table-{table.name}"><caption><span>{caption}{note}</span></caption>\n'
         f"<thead><tr>{header}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody></table></div>\n"
     )
 
@@ -252,8 +272,8 @@ def _heat(heat: HeatMap, train_length: int | None) -> str:
     from matplotlib.colors import to_hex
 
     colors = matplotlib.colormaps[needle.COLORS]
-    trained = {key: ' class="trained"' for key in heat.lengths if t.multiple(key, train_length) == 1}
-    header = "".join(f'<th scope="col">{escape(t.length_label(key))}</th>' for key in heat.lengths)
+    trained = {key: ' class="trained"' for key in heat.lengths if multiple(key, train_length) == 1}
+    header = "".join(f'<th scope="col">{escape(length_label(key))}</th>' for key in heat.lengths)
     maps = []
     for row, depths in heat.rows.items():
         lines = []
@@ -268,7 +288,7 @@ def _heat(heat: HeatMap, train_length: int | None) -> str:
                 cells.append(f"<td{trained.get(key, '')}{style}{title}>{text}</td>")
             lines.append(f'<tr><th scope="row">{100 * start:.0f}–{100 * end:.0f}</th>{"".join(cells)}</tr>\n')
         maps.append(
-            f'<table class="heat"><caption>{escape(t.label(row))}</caption>\n'
+            f'<table class="heat"><caption>{escape(row_label(row))}</caption>\n'
             f'<thead><tr><th scope="col">depth (%)</th>{header}</tr></thead>\n'
             f"<tbody>\n{''.join(lines)}</tbody></table>\n"
         )
@@ -314,11 +334,12 @@ def _settings(settings: Mapping[str, Any]) -> str:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Names and values of what is set, those of nested settings as ``outer.inner``."""
     found = []
     for name, value in settings.items():
         if isinstance(value, Mapping):
             found += _flat(value, f"{prefix}{name}.")
-        else:
+        elif value is not None:
             found.append(
                 (f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             )
@@ -326,11 +347,11 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _title(summary: Summary) -> str:
-    keys = t.lengths_of(summary.loss, summary.train_length)
+    keys = lengths_of(summary.loss, summary.train_length)
     rows = len(summary.loss)
     if len(keys) < 2:
         return "Scale-invariant attention, compared"
-    return f"{rows} kinds of attention at {t.length_label(keys[0])} to {t.length_label(keys[-1])} the training length"
+    return f"{rows} kinds of attention at {length_label(keys[0])} to {length_label(keys[-1])} the training length"
 
 
 def _luminance(color: str) -> float:

@@ -100,10 +100,12 @@ class Table:
     columns: tuple[str, ...]
     rows: dict[str, tuple[Cell, ...]]
     records: tuple[dict[str, Any], ...]
+    kind: str = "row"
+    """What the rows are: "row" for methods, or "tau"."""
 
     def markdown(self) -> str:
         """A Markdown table, best in bold."""
-        lines = [["row", *self.columns], ["---", *("---:" for _ in self.columns)]]
+        lines = [[self.kind, *self.columns], ["---", *("---:" for _ in self.columns)]]
         for row, cells in self.rows.items():
             name = html.escape(row, quote=False).replace("|", r"\|")
             lines.append([name, *(f"**{cell.text}**" if cell.best else cell.text for cell in cells)])
@@ -165,7 +167,8 @@ def needle_table(summary: Summary) -> Table:
 
 def sweep_table(sweep: Estimates, train_length: int | None) -> Table:
     """Values of τ × lengths; see `scaleinv.plots.compare.read_sweep`."""
-    return _table("tau-sweep", "Validation loss (nats per token) by lengthscale τ (tokens)", sweep, train_length, min)
+    caption = "Validation loss (nats per token) by lengthscale τ (tokens)"
+    return _table("tau-sweep", caption, sweep, train_length, min, kind="tau")
 
 
 def paper_table(name: str, caption: str, numbers: Mapping[str, tuple[float, ...]], rows: Iterable[str]) -> Table:
@@ -310,7 +313,7 @@ def length_label(key: str, train_length: int | None = None) -> str:
     return f"{key[:-1]}×{tokens}"
 
 
-def label(row: str) -> str:
+def row_label(row: str) -> str:
     """A row's name for people; an unknown row keeps its own."""
     return style.METHODS[row].label if row in style.METHODS else row
 
@@ -328,7 +331,12 @@ def signed(value: float) -> str:
 
 
 def _table(
-    name: str, caption: str, estimates: Estimates, train_length: int | None, best: Callable[[list[float]], float]
+    name: str,
+    caption: str,
+    estimates: Estimates,
+    train_length: int | None,
+    best: Callable[[list[float]], float],
+    kind: str = "row",
 ) -> Table:
     keys = lengths_of(estimates, train_length)
     rows = {row: [_cell(lengths.get(key)) for key in keys] for row, lengths in estimates.items()}
@@ -341,13 +349,13 @@ def _table(
             won = value is not None and target != 0 and round(value, 3) == target
             cells[column] = dataclasses.replace(cells[column], best=won)
     records = tuple(
-        {"row": row, "length": key, "multiple": multiple(key, train_length), **lengths[key].record}
+        {kind: row, "length": key, "multiple": multiple(key, train_length), **lengths[key].record}
         for row, lengths in estimates.items()
         for key in keys
         if key in lengths
     )
     columns = tuple(length_label(key, train_length) for key in keys)
-    return Table(name, caption, columns, {row: tuple(cells) for row, cells in rows.items()}, records)
+    return Table(name, caption, columns, {row: tuple(cells) for row, cells in rows.items()}, records, kind)
 
 
 def _cell(estimate: Estimate | None) -> Cell:

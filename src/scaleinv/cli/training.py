@@ -1,60 +1,14 @@
-"""The command line: thin functions over the library, which is imported only by the command that needs it."""
+"""Train, prepare data, generate text."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Parser = argparse.ArgumentParser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
-    parser = Parser(
-        prog="scaleinv",
-        description="Scale-invariant attention: train on short contexts, run on long ones (arXiv 2505.17083).",
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in COMMANDS:
-        add(commands)
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        return options.run(options) or 0
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"scaleinv: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return 0
-
-
-def _command(commands: Any, name: str, run: Any, summary: str, example: str) -> Parser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-class _Joined(argparse.Action):
-    """Several words as one comma-separated list: the shell may have spread a glob."""
-
-    def __call__(self, parser: Parser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
-        setattr(namespace, self.dest, ",".join(values))
-
-
-# ---------------------------------------------------------------- train
+from scaleinv.cli.common import Joined, command
 
 _MODEL_OPTIONS = ("tau", "learnable_tau")
 _RUN_OPTIONS = (
@@ -81,7 +35,7 @@ _RESUME_OPTIONS = ("steps", "checkpoint_every", "keep", "device", "parallel", "c
 
 
 def _add_train(commands: Any) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "train",
         _train,
@@ -97,13 +51,13 @@ def _add_train(commands: Any) -> None:
     add(
         "--data",
         nargs="+",
-        action=_Joined,
+        action=Joined,
         help="stdlib, sotu, text files or a glob, .bin shards, or a Hugging Face dataset; default: stdlib",
     )
     add(
         "--val-data",
         nargs="+",
-        action=_Joined,
+        action=Joined,
         help="validation data of the same kinds; default: documents held out of --data",
     )
     add("--tokenizer", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: the shards' own, bytes for text")
@@ -147,11 +101,8 @@ def _train(options: argparse.Namespace) -> int:
     return 0 if result.finished else 128 + (result.signal or 15)
 
 
-# ---------------------------------------------------------------- data and text
-
-
 def _add_prepare(commands: Any) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "prepare",
         _prepare,
@@ -159,7 +110,7 @@ def _add_prepare(commands: Any) -> None:
         "scaleinv prepare --text path/to/books --tokenizer gpt2 --out shards/",
     )
     add = parser.add_argument
-    add("--text", required=True, nargs="+", action=_Joined, help="files, a folder, a glob, or a corpus by name")
+    add("--text", required=True, nargs="+", action=Joined, help="files, a folder, a glob, or a corpus by name")
     add("--tokenizer", default="gpt2", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: gpt2")
     add("--out", required=True, type=Path, help="an empty or new folder")
     add("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard; default: 100 million")
@@ -185,7 +136,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _add_generate(commands: Any) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "generate",
         _generate,
@@ -239,7 +190,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _add_methods(commands: Any) -> None:
-    _command(commands, "methods", _methods, "List the methods: the rows of the paper's table.", "scaleinv methods")
+    command(commands, "methods", _methods, "List the methods: the rows of the paper's table.", "scaleinv methods")
 
 
 def _methods(options: argparse.Namespace) -> None:
@@ -252,127 +203,4 @@ def _methods(options: argparse.Namespace) -> None:
         print(f"{name:24}{row.rotary:8}{kind:18}{note}".rstrip())
 
 
-# ---------------------------------------------------------------- evaluate and compare
-
-
-def _add_evaluate(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "evaluate",
-        _evaluate,
-        "Validation loss of a run at any context length, on the same tokens.",
-        "scaleinv evaluate runs/si --lengths 1x,4x,16x,64x",
-    )
-    add = parser.add_argument
-    add("run_folder", metavar="RUN", type=Path, help="a run's folder")
-    add("--lengths", default="1x,4x,16x", help="multiples of the training length, or tokens; default: 1x,4x,16x")
-    add("--methods", help="rows to evaluate the model as: rope,rope+ntk,yarn for a RoPE-trained one")
-    add("--tokens", type=int, help="held-out tokens to use at most; default: 524,288")
-    add("--step", type=int, help="a checkpoint by its step; default: the newest weights")
-    add("--out", type=Path, help="folder for the JSON; default: RUN/evaluations")
-    add("--device", default="cpu", help="default: cpu")
-
-
-def _evaluate(options: argparse.Namespace) -> None:
-    from scaleinv.eval.loss import TOKENS, evaluate
-    from scaleinv.train.logs import terminal
-
-    rows = options.methods.split(",") if options.methods else None
-    results = evaluate(
-        options.run_folder,
-        options.lengths,
-        rows=rows,
-        tokens=options.tokens or TOKENS,
-        step=options.step,
-        device=options.device,
-        progress=terminal,
-    )
-    for result in results:
-        print(result.save(options.out or options.run_folder / "evaluations"))
-
-
-def _add_compare(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "compare",
-        _compare,
-        "Train every model and evaluate every row of the paper's table; stopped, the same command goes on.",
-        "scaleinv compare --preset mini --methods all --seeds 3 --out results/mini",
-    )
-    add = parser.add_argument
-    add("--methods", default="all", help="rows, comma-separated, or all; default: all")
-    add("--out", required=True, type=Path, help="folder for runs, evaluations, summary.json and the report")
-    add("--preset", default="mini", help="default: mini")
-    add("--data", nargs="+", action=_Joined, default="sotu", help="default: sotu, US State of the Union addresses")
-    add("--val-data", nargs="+", action=_Joined, help="default: documents held out of --data")
-    add("--tokenizer", help="default: bytes for text")
-    add("--seeds", type=int, default=3, help="default: 3")
-    add("--steps", type=int, help="default: the preset's")
-    add("--train-length", type=int, help="default: the preset's")
-    add("--lengths", default="1x,4x,16x", help="default: 1x,4x,16x")
-    add("--tokens", type=int, help="validation tokens; default: 524,288")
-    add("--sweep", metavar="tau=…", help="also train the method with these lengthscales: tau=0.01,0.1,1,10,100")
-    add("--jobs", type=int, help="processes at once; default: one a core")
-    add("--no-report", action="store_true", help="do not write report.html")
-
-
-def _compare(options: argparse.Namespace) -> None:
-    import shlex
-
-    from scaleinv.eval.compare import Comparison, compare
-    from scaleinv.plots.report import terminal_table, write_report
-    from scaleinv.train.logs import terminal
-
-    plan = Comparison(
-        out=options.out,
-        methods=options.methods.split(","),
-        preset=options.preset,
-        data=options.data,
-        val_data=options.val_data,
-        tokenizer=options.tokenizer,
-        seeds=options.seeds,
-        steps=options.steps,
-        train_length=options.train_length,
-        lengths=options.lengths,
-        tokens=options.tokens,
-        tau=_sweep(options.sweep),
-        jobs=options.jobs,
-        command=shlex.join(["scaleinv", *sys.argv[1:]]),
-    )
-    summary = compare(plan, terminal)
-    print(terminal_table(summary))
-    if not options.no_report:
-        print(f"report: {write_report(options.out).resolve()}")
-
-
-def _sweep(text: str | None) -> list[float]:
-    if text is None:
-        return []
-    name, _, values = text.partition("=")
-    try:
-        if name != "tau":
-            raise ValueError
-        return [float(value) for value in values.split(",")]
-    except ValueError:
-        raise ValueError(f"--sweep takes tau=NUMBER,NUMBER,…, got {text!r}") from None
-
-
-def _add_report(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "report",
-        _report,
-        "Make report.html, figures and tables of a comparison.",
-        "scaleinv report results/mini",
-    )
-    parser.add_argument("folder", type=Path, help="what `scaleinv compare` wrote")
-
-
-def _report(options: argparse.Namespace) -> None:
-    from scaleinv.plots.report import write_report
-    from scaleinv.train.logs import terminal
-
-    print(write_report(options.folder, progress=terminal).resolve())
-
-
-COMMANDS = [_add_train, _add_prepare, _add_generate, _add_evaluate, _add_compare, _add_report, _add_methods]
+COMMANDS = [_add_train, _add_prepare, _add_generate, _add_methods]

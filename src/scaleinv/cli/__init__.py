@@ -1,0 +1,34 @@
+"""The command line: thin functions over the library, which is imported only by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from scaleinv.cli import evaluation, tools, training
+
+COMMANDS = [*training.COMMANDS, *evaluation.COMMANDS, *tools.COMMANDS]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
+    parser = argparse.ArgumentParser(
+        prog="scaleinv",
+        description="Scale-invariant attention: train on short contexts, run on long ones (arXiv 2505.17083).",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(commands)
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return options.run(options) or 0
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"scaleinv: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
