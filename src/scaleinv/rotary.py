@@ -48,7 +48,9 @@ class Rotary:
             raise ValueError(f"x must have head dimension {self.dim}, got {x.shape[-1]}")
         batch, length = x.shape[0], x.shape[-2]
         if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
-            raise ValueError(f"positions must be [{length}] or [{batch}, {length}] for this x, got {[*positions.shape]}")
+            raise ValueError(
+                f"positions must be [{length}] or [{batch}, {length}] for this x, got {[*positions.shape]}"
+            )
         cos, sin = self.cos_sin(positions)
         if positions.dim() == 2:  # one row for each sequence: [B, 1, N, d/2]
             cos, sin = cos[:, None], sin[:, None]

@@ -8,7 +8,7 @@ from test_capture import make_gpt
 
 from scaleinv import analysis
 from scaleinv.analysis import Calibration, ModelStatistics, analyze_model, model_report
-from scaleinv.analysis.model_report import context_lengths
+from scaleinv.analysis.model_report import _open_run, context_lengths
 
 pytest.importorskip("matplotlib")
 
@@ -84,9 +84,10 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = analyze_model(str(run), ["2x"], None, tmp_path / "own")
     assert {path.name for path in paths} == FILES
     assert ModelStatistics.load(tmp_path / "own").model == "rope"
-    analyze_model(str(run), ["200"], book, tmp_path / "text")
-    found = ModelStatistics.load(tmp_path / "text")
-    assert found.lengths[0].windows == 4
+    _, tokens, bos, _ = _open_run(str(run), ["200"], book)
+    assert bos is None
+    assert tokens[:6].tolist() == [256, *b"It wa"]
+    assert len(tokens) > 800  # four windows
     with pytest.raises(ValueError, match=r"text '.*book.txt' holds .* tokens, and the longest context .* is 999,999"):
         analyze_model(str(run), ["999999"], book, tmp_path / "no")
     assert not (tmp_path / "no").exists()

@@ -115,7 +115,7 @@ def test_which_backend():
 
 
 def test_the_kernel_does_not_pretend_to_compute_in_float64():
-    with pytest.raises(ValueError, match="blocked-native.*float64"):
+    with pytest.raises(ValueError, match=r"blocked-native.*float64"):
         call(**{name: zeros(1, 1, 2, 2).double() for name in ("query", "key", "value")}, backend="blocked-native")
 
 
@@ -133,5 +133,5 @@ class TestWithoutCompiler:
         torch.testing.assert_close(scaleinv.attention(*tensors, backend="blocked"), want)
 
     def test_an_explicit_request_raises_with_the_reason(self):
-        with pytest.raises(ValueError, match="blocked-native.*says the test"):
+        with pytest.raises(ValueError, match=r"blocked-native.*says the test"):
             call(backend="blocked-native")

@@ -35,7 +35,11 @@ class NeedleTraining:
     decay: int = 100
     """Steps over which they fall to 0 at the end; between the two they are constant."""
     sequences: int = 64
-    """Samples in an optimiser step."""
+    """Samples in an optimiser step, at the task's length."""
+    growth: int = 0
+    """Steps over which the samples grow from ``shortest`` to the task's length, by the same factor each step. A step
+    keeps its tokens, so that it has more samples while they are short. 0 for the task's length throughout."""
+    shortest: int = 96
     rate: float = 1.0
     """Factor on the learning rates of pretraining."""
     seed: int = 0
@@ -43,11 +47,11 @@ class NeedleTraining:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sequences", "checkpoint_every", "log_every"):
+        for name in ("steps", "sequences", "shortest", "checkpoint_every", "log_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("warmup", "decay", "seed"):
+        for name in ("warmup", "decay", "growth", "seed"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer and not negative, got {value!r}")
@@ -55,6 +59,8 @@ class NeedleTraining:
             raise ValueError(
                 f"warmup and decay must fit into steps={self.steps}, got {self.warmup} and {self.decay} steps"
             )
+        if self.growth > self.steps:
+            raise ValueError(f"growth must fit into steps={self.steps}, got {self.growth}")
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise ValueError(f"rate must be positive and finite, got {self.rate}")
 
@@ -68,6 +74,18 @@ class NeedleTraining:
         rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         falling = min(1.0, (self.steps - step) / self.decay) if self.decay else 1.0
         return self.rate * min(rising, falling)
+
+    def length(self, step: int, full: int) -> int:
+        """Tokens in the samples of a step, for a task of ``full`` tokens."""
+        if step >= self.growth or self.shortest >= full:
+            return full
+        return round(self.shortest * (full / self.shortest) ** (step / self.growth))
+
+    def samples(self, step: int, full: int) -> range:
+        """Indices of the samples of a step: no two steps share one."""
+        tokens = self.sequences * full
+        first = step * (tokens // min(self.shortest, full))
+        return range(first, first + tokens // self.length(step, full))
 
 
 def finetune(
@@ -149,15 +167,15 @@ def _step(
     model: GPT, config: TrainConfig, corpus: Corpus, task: NeedleTask, training: NeedleTraining, step: int
 ) -> tuple[float, float]:
     """Gradients of one step; the mean loss of its answers' tokens in nats, and how many of them were the likeliest."""
-    first = step * training.sequences
+    sized = task.at(training.length(step, task.length))
     samples = [
-        make_sample(task, corpus.train, corpus.tokenizer, seed=training.seed, index=first + row, split="train")
-        for row in range(training.sequences)
+        make_sample(sized, corpus.train, corpus.tokenizer, seed=training.seed, index=index, split="train")
+        for index in training.samples(step, task.length)
     ]
     tokens, mask = stack(samples)
     device = next(model.parameters()).device
     limit = config.micro_tokens or (65_536 if device.type == "cuda" else 16_384)
-    rows = max(1, limit // task.length)
+    rows = max(1, limit // sized.length)
     count = int(mask.sum())
     loss = torch.zeros((), device=device)
     right = torch.zeros((), device=device)

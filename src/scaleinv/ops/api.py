@@ -109,7 +109,7 @@ def attention(
             geometry = geometry.sliced(low, high)
     if chosen == "flex":
         out, lse = flex.attention(query, key, value, logits, geometry, document_ids, key_mask, scale, c, return_lse)
-        return (out, lse) if return_lse else out
+        return (out, lse) if lse is not None else out
     if c is not None:
         query = query.to(c.dtype) * c[..., None]
     if chosen == "reference":

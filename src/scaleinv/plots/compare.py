@@ -117,16 +117,9 @@ def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_l
     """A curve for each row against the length of the context, from ``summary.json``."""
     keys = lengths_of(estimates, train_length)
     looks = _looks(estimates)
+    named = {key: (multiple(key, train_length), length_label(key, train_length)) for key in keys}
     series = tuple(
-        Series(
-            looks[row],
-            tuple(
-                point
-                for key in keys
-                if key in lengths
-                for point in _point(multiple(key, train_length), lengths[key], length_label(key, train_length))
-            ),
-        )
+        Series(looks[row], _points((*named[key], lengths[key]) for key in keys if key in lengths))
         for row, lengths in estimates.items()
     )
     unit = f"1× = {train_length:,} tokens" if train_length else "× the training length"
@@ -174,7 +167,7 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
         Chart(
             "loss-by-position",
             "Loss by position in the window",
-            "Mean over seeds. A model that copes with contexts longer than it was trained on stays flat beyond the mark.",
+            "Mean over seeds. Beyond the training length, a model that copes stays flat.",
             "position in the window (tokens)",
             f"validation {LOSS}",
             tuple(panels),
@@ -230,12 +223,7 @@ def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
     series = tuple(
         Series(
             style.Look(length_label(key, train_length), colors[i % len(colors)], "os^Dv"[i % 5]),
-            tuple(
-                point
-                for tau, lengths in sweep.items()
-                if key in lengths
-                for point in _point(float(tau), lengths[key], f"τ = {tau}")
-            ),
+            _points((float(tau), f"τ = {tau}", lengths[key]) for tau, lengths in sweep.items() if key in lengths),
         )
         for i, key in enumerate(lengths_of(sweep, train_length))
     )
@@ -350,11 +338,9 @@ def _looks(rows: Iterable[str]) -> dict[str, style.Look]:
     return {row: style.METHODS.get(row) or spare[row] for row in ordered}
 
 
-def _point(x: float, estimate: Estimate, label: str) -> list[Point]:
-    """The point, or none where the run diverged."""
-    if not math.isfinite(estimate.value):
-        return []
-    return [Point(x, estimate.value, estimate.low, estimate.high, label)]
+def _points(found: Iterable[tuple[float, str, Estimate]]) -> tuple[Point, ...]:
+    """Points at x, with what x is in words; none where a run diverged."""
+    return tuple(Point(x, e.value, e.low, e.high, words) for x, words, e in found if math.isfinite(e.value))
 
 
 def _positions(bins: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Point, ...]:

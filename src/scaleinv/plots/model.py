@@ -101,6 +101,7 @@ def draw_qq(data: ScoreStatistics, rotary: bool = True) -> Figure:
                 axis.set_visible(False)
                 continue
             _qq_panel(axis, data.normal, scores.quantiles[row])
+            axis.tick_params(labelbottom=row + columns >= len(data.layers))  # the last of each column
             variance = scores.variance[row]
             axis.set_title(f"layer {data.layers[row]}, variance {_span(variance)}", fontsize=8)
         kind = "with" if rotary else "without"
@@ -148,7 +149,7 @@ def _bars(axis: Axes, shares: Sequence[Tensor], names: Sequence[str]) -> None:
             label=str(position),
         )
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    step = math.ceil(len(names) / 16)
+    step = math.ceil(len(names) / 12)
     axis.set_xticks(range(0, len(names), step), names[::step])
     axis.grid(False, axis="x")
     axis.set_ylim(0, 1)

@@ -46,6 +46,9 @@ CAPTIONS = {
     "figure1-model": "Figure 1, bottom: the same with the scores of trained models.",
     "figure2": "Figure 2: expected entropy inside [t, tΔ), scale-invariant logits.",
     "figure6": "Figure 6: expected entropy inside [t, tΔ), plain logits.",
+    "ranges": "Attention by range of distances, in a trained model.",
+    "qq-rotary": "Figures 9 – 14: quantiles of a model's scores against a Gaussian's.",
+    "qq-no-rotary": "Figures 9 – 14: the same without the rotary embedding.",
 }
 """Of figures that the analysis makes; others are captioned with their names."""
 
@@ -136,14 +139,13 @@ def headline(summary: Summary) -> str:
     sentences = []
     changed = sorted(changes(summary).items(), key=lambda item: item[1])
     if changed:
-        shown = (
-            changed if len(changed) <= 5 else [x for x in changed if x in (*changed[:2], changed[-1]) or x[0] == METHOD]
-        )
+        few = changed if len(changed) <= 5 else [*changed[:2], changed[-1]]
+        shown = [item for item in changed if item in few or item[0] == METHOD]
         parts = [f"{signed(change)} with {row_label(row)}" for row, change in shown]
         listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
         rest = f" ({len(changed)} methods in the table)" if len(shown) < len(changed) else ""
         ends = " to ".join(length_label(key, summary.train_length) for key in (keys[0], keys[-1]))
-        unit = " tokens" if summary.train_length else " the training length"
+        unit = "" if not keys[-1].endswith("x") else " tokens" if summary.train_length else " the training length"
         sentences.append(f"From a context of {ends}{unit}, the loss in nats per token changes by {listed}{rest}.")
     last = [(x[keys[-1]].value, row) for row, x in summary.loss.items() if keys[-1] in x]
     ranked = sorted((value, row) for value, row in last if math.isfinite(value))
@@ -312,7 +314,8 @@ def _analysis(folder: Path) -> str:
         image = svg if svg.exists() and not (png.exists() and svg.stat().st_size > LARGEST_SVG) else png
         kind = "svg+xml" if image is svg else "png"
         data = base64.b64encode(image.read_bytes()).decode()
-        caption = escape(CAPTIONS.get(stem.name, stem.relative_to(folder).as_posix()))
+        place = stem.relative_to(folder).as_posix()
+        caption = escape(f"{CAPTIONS[stem.name]} ({place})" if stem.name in CAPTIONS else place)
         figures.append(
             f'<figure><img src="data:image/{kind};base64,{data}" alt="{caption}">'
             f"<figcaption>{caption}</figcaption></figure>\n"
