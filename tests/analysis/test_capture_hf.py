@@ -147,6 +147,16 @@ def test_the_model_comes_back_as_it_was() -> None:
     torch.testing.assert_close(model(TOKENS[None, :50]).logits, before, rtol=0, atol=0)
 
 
+def test_our_own_model_in_a_hugging_face_coat() -> None:
+    from scaleinv.hf.native import ScaleInvGPTConfig, ScaleInvGPTForCausalLM
+
+    shape = {"layers": 2, "width": 32, "heads": 2, "vocab_size": 61, "train_length": 64}
+    model = ScaleInvGPTForCausalLM(ScaleInvGPTConfig(shape))
+    found = model_statistics(model, TOKENS, [128])
+    assert found.model == "scale-invariant-p-rope"
+    torch.testing.assert_close(found.at(128).entropy, model_statistics(model.gpt, TOKENS, [128]).at(128).entropy)
+
+
 def test_float_models_and_learned_positions() -> None:
     config = CONFIG_MAPPING["gpt2"](vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)

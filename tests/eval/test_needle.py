@@ -172,6 +172,7 @@ def test_papers_schedule():
     assert rates[250] == 0.5
     assert rates[299] == 0.01
     assert training.sequences == 64
+    assert {training.length(step, 4096) for step in range(300)} == {4096}
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,9 @@ def capture(model: nn.Module, tokens: Tensor, consume: Consume) -> None:
     training = model.training
     model.eval()
     try:
-        if isinstance(model, GPT):
-            _capture_gpt(model, tokens.to(model.embedding.weight.device), consume)
+        own = _own(model)
+        if own is not None:
+            _capture_gpt(own, tokens.to(own.embedding.weight.device), consume)
         else:
             _hf(model).capture_hf(model, tokens, consume)
     finally:
@@ -112,15 +113,17 @@ def capture(model: nn.Module, tokens: Tensor, consume: Consume) -> None:
 
 def training_length(model: nn.Module) -> int:
     """Tokens in a training sequence: our config's, or ``max_position_embeddings`` of a Hugging Face model."""
-    if isinstance(model, GPT):
-        return model.config.train_length
+    own = _own(model)
+    if own is not None:
+        return own.config.train_length
     return _hf(model).training_length(model)
 
 
 def model_name(model: nn.Module) -> str:
     """What to call a model: our GPT's method, or the end of a Hugging Face model's path."""
-    if isinstance(model, GPT):
-        return model.config.method
+    own = _own(model)
+    if own is not None:
+        return own.config.method
     return _hf(model).model_name(model)
 
 
@@ -148,6 +151,12 @@ def blocks_of(positions: Tensor, layer: Layer, block: int | None = None) -> tupl
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     return positions.to(layer.query.device).split(block or max(1, BLOCK // (layer.heads * layer.length)))
+
+
+def _own(model: nn.Module) -> GPT | None:
+    """The model, or what it wraps (`scaleinv.hf.native` does), where that is our GPT."""
+    inner = getattr(model, "gpt", model)
+    return inner if isinstance(inner, GPT) else None
 
 
 def _capture_gpt(model: GPT, tokens: Tensor, consume: Consume) -> None:

@@ -233,5 +233,5 @@ def _warnings(name: str, layers: tuple[int, ...], scores: Scores) -> tuple[str, 
     return (
         f"{name}: the variance of the scores is far from 1 in {int(far.sum())} of {far.numel()} heads "
         f"({scores.variance[row, head].item():.3g} in layer {layers[row]}, head {head}), where the theory takes it to "
-        "be 1; scaleinv.analysis.calibrate gives the factors that would mend it",
+        "be 1; a conversion should have the factors of scaleinv.analysis.calibrate",
     )

@@ -56,7 +56,7 @@ def attention(
     if key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    run: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
     out, aux = run(
         query,
         key,
