@@ -5,7 +5,7 @@ import torch
 
 from scaleinv.analysis import estimate, sample_logits, sample_ranges, tail
 from scaleinv.analysis.gaussian import Affine
-from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant
+from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant, alibi_slopes
 from scaleinv.schedule import coefficients
 
 TRANSFORMS = {
@@ -41,7 +41,8 @@ def test_logn_depends_on_the_context_length() -> None:
 def test_heads() -> None:
     alibi = ALiBi(4)
     for head in range(4):
-        torch.testing.assert_close(Affine.of(alibi, 8, head).shift, -alibi.slopes[head] * torch.arange(8.0).double())
+        expected = -alibi_slopes(alibi.heads)[head] * torch.arange(8.0).double()
+        torch.testing.assert_close(Affine.of(alibi, 8, head).shift, expected)
     mixed = DistanceTable(torch.ones(1, 8), torch.arange(16.0).reshape(2, 8))
     assert Affine.of(mixed, 8, 1).shift.tolist() == list(range(8, 16))
     assert Affine.of(mixed, 8, 1).scale.tolist() == [1.0] * 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -27,7 +27,6 @@ TINY: dict[str, dict] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, **LAYERS},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
-SLIDING = {name for name, config in TINY.items() if "sliding_window" in config}
 
 
 def _build(model_type: str) -> PreTrainedModel:
@@ -47,6 +46,15 @@ def _build(model_type: str) -> PreTrainedModel:
         **TINY[model_type],
     )
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -104,12 +104,7 @@ def by_distance(
     """Attention over a tensor of distances ``[B or 1, 1, Nq, Nk]``: any geometry, at O(Nq · Nk) memory."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     batch, heads, queries, _ = query.shape
-    shared = (
-        batch,
-        key.shape[1],
-        heads // key.shape[1] * queries,
-        -1,
-    )  # query heads that share a key head: one product
+    shared = (batch, key.shape[1], heads // key.shape[1] * queries, -1)  # the heads that share a key: one product
     visible = distance >= 0
     S = scale * (query.to(dtype).reshape(shared) @ key.to(dtype).transpose(-1, -2))
     S = S.reshape(batch, heads, queries, -1)

@@ -149,6 +149,6 @@ def _set_attention(model: PreTrainedModel, text: PreTrainedConfig, implementatio
         model.set_attn_implementation(implementation)
     else:
         names = [name for name in model.config.sub_configs if getattr(model.config, name) is text]
-        model.set_attn_implementation({name: implementation for name in names})
+        model.set_attn_implementation(dict.fromkeys(names, implementation))
     if text._attn_implementation != implementation:
         raise ValueError(f"transformers cannot set the attention of {type(model).__name__}")

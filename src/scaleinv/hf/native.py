@@ -1,6 +1,7 @@
 """Our GPT as a Hugging Face model of its own type, so that no engine can mistake it for plain attention.
 
-`export` turns a training run into a folder that AutoModelForCausalLM and AutoTokenizer load after ``import scaleinv.hf``.
+`export` turns a training run into a folder that AutoModelForCausalLM and AutoTokenizer load after
+``import scaleinv.hf``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ScaleInvGPTConfig(PreTrainedConfig):
         self.vocab_size = self.gpt["vocab_size"]
         kwargs.setdefault("max_position_embeddings", 64 * self.gpt["train_length"])
         self.max_position_embeddings = kwargs.pop("max_position_embeddings")
-        super().__init__(tie_word_embeddings=False, **{k: v for k, v in kwargs.items() if k != "tie_word_embeddings"})
+        super().__init__(**{**kwargs, "tie_word_embeddings": False})
 
 
 class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
@@ -52,7 +53,7 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = ScaleInvGPTConfig
     base_model_prefix = "gpt"
     _supports_sdpa = True  # attention is our own: whatever implementation is asked for is ignored
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]  # noqa: RUF012
 
     def __init__(self, config: ScaleInvGPTConfig) -> None:
         super().__init__(config)
@@ -93,7 +94,7 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self.gpt.hidden(input_ids, cache=cache, key_mask=_key_mask(attention_mask, cache, input_ids))
         keep = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.gpt.output(hidden[:, keep])
-        loss = None
+        loss: Any = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache.cache if cache else None)

@@ -1,0 +1,99 @@
+"""The comparison, with models that train for two steps."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from scaleinv.eval import Comparison, compare
+from scaleinv.eval.compare import Job, _jobs, _Runner
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch) -> Comparison:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(12):
+        (text / f"{number}.txt").write_text("".join(f"line {n} of text {number}\n" for n in range(80)))
+    return Comparison(
+        out=tmp_path / "out",
+        methods=["rope", "yarn"],
+        data=str(text),
+        seeds=2,
+        steps=2,
+        train_length=32,
+        lengths="1x,4x",
+        tokens=1024,
+        jobs=2,
+    )
+
+
+def test_trains_once_evaluates_every_row_and_never_repeats(plan):
+    lines = []
+    summary = compare(plan, lines.append)
+    assert set(summary["loss"]) == {"rope", "yarn"}
+    for row in ("rope", "yarn"):
+        for label in ("1x", "4x"):
+            files = [json.loads((plan.out / "evaluations" / f"{row}-seed{seed}.json").read_text()) for seed in (0, 1)]
+            means = [file["lengths"][label]["mean"] for file in files]
+            found = summary["loss"][row][label]
+            assert found["seeds"] == 2
+            assert found["mean"] == pytest.approx(statistics.fmean(means))
+            assert found["stderr"] == pytest.approx(statistics.stdev(means) / 2**0.5)
+    assert summary["loss"]["rope"]["1x"] == summary["loss"]["yarn"]["1x"]  # YaRN acts beyond the training length
+    assert summary["loss"]["rope"]["4x"] != summary["loss"]["yarn"]["4x"]
+    assert sorted(path.name for path in (plan.out / "runs").iterdir()) == ["rope-seed0", "rope-seed1"]
+    assert summary["settings"]["corpus_sha256"]
+    assert json.loads((plan.out / "summary.json").read_text()) == summary
+    assert (plan.out / "curves" / "rope-seed1.jsonl").exists()
+    written = {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")}
+    assert compare(plan, lines.append) == summary
+    assert {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")} == written
+
+
+def test_a_failed_model_is_named_and_the_others_are_kept(plan, monkeypatch):
+    plan.seeds, plan.methods = 1, ["rope", "nope"]
+    whole = _Runner._training
+
+    def broken(self, job, run):
+        return [*whole(self, job, run), *(["--clip", "-1"] if job.model == "nope" else [])]
+
+    monkeypatch.setattr(_Runner, "_training", broken)
+    with pytest.raises(RuntimeError, match=r"nope-seed0: .*clip must be positive"):
+        compare(plan)
+    assert set(json.loads((plan.out / "summary.json").read_text())["loss"]) == {"rope"}
+
+
+def test_each_distinct_model_is_trained_once():
+    plan = Comparison(out=Path("x"), seeds=2)
+    jobs = _jobs(plan)
+    assert len(jobs) == 2 * 11
+    assert {job.model: job.rows for job in jobs}["rope"] == ("rope", "rope+ntk", "yarn")
+    assert {row for job in jobs for row in job.rows} == set(plan.methods)
+    assert [job.seed for job in jobs] == [0] * 11 + [1] * 11
+
+
+def test_a_sweep_reuses_the_default_lengthscale():
+    plan = Comparison(out=Path("x"), methods=["scale-invariant-p-rope"], seeds=1, tau=(1.0, 10.0, 100.0))
+    assert [job.name for job in _jobs(plan)] == [
+        "scale-invariant-p-rope-seed0",
+        "scale-invariant-p-rope-tau1-seed0",
+        "scale-invariant-p-rope-tau100-seed0",
+    ]
+    assert Job("rope", 3, ("rope",)).name == "rope-seed3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ["ropes"]}, "unknown method 'ropes'"),
+        ({"seeds": 0}, "seeds must be positive"),
+        ({"tau": [0.0]}, "tau must be positive"),
+        ({"jobs": 0}, "jobs must be positive"),
+    ],
+)
+def test_errors_name_the_option(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Comparison(out=Path("x"), **changes)
