@@ -14,8 +14,6 @@ from scaleinv.hf import native
 from scaleinv.model import GPTConfig
 from scaleinv.train.store import load_model
 
-native.register()
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

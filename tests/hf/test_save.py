@@ -100,6 +100,8 @@ def test_stock_classes_and_other_attention_are_refused(stock: Stock, tmp_path: P
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Auto class"):
         LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Auto class"):
+        LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     with pytest.raises(ValueError, match=r"scaleinv\.hf\.revert"):
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     with pytest.raises(ValueError, match=r"scaleinv\.hf\.revert"):

@@ -16,12 +16,13 @@ except ImportError as error:
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from scaleinv.hf import config, rope
+from scaleinv.hf import config, native, rope
 from scaleinv.hf.attention import attention_forward
 from scaleinv.hf.check import CheckResult, check
 from scaleinv.hf.convert import conversion, convert, convert_folder, revert
 from scaleinv.hf.evaluate import lm_eval_main
 from scaleinv.hf.mask import attention_mask
+from scaleinv.hf.native import export
 from scaleinv.hf.settings import Settings
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 22):  # the mask interface changed often
@@ -31,5 +32,16 @@ AttentionInterface.register(config.ATTENTION, attention_forward)
 AttentionMaskInterface.register(config.ATTENTION, attention_mask)
 config.register()
 rope.register()
+native.register()
 
-__all__ = ["CheckResult", "Settings", "check", "conversion", "convert", "convert_folder", "lm_eval_main", "revert"]
+__all__ = [
+    "CheckResult",
+    "Settings",
+    "check",
+    "conversion",
+    "convert",
+    "convert_folder",
+    "export",
+    "lm_eval_main",
+    "revert",
+]

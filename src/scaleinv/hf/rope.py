@@ -33,8 +33,6 @@ def wrap(config: PreTrainedConfig, p: float) -> None:
     for layer_type, values in parameters:
         base = values.get("rope_type", "default")
         where = "" if layer_type is None else f" of {layer_type} layers"
-        if "mrope_section" in values:
-            raise ValueError(f"the rotary embedding{where} is multimodal (M-RoPE), which is not supported")
         if base not in BASE_TYPES:
             raise ValueError(
                 f"the rotary embedding{where} has type {base!r}, and p-RoPE takes {', '.join(BASE_TYPES)}: "
@@ -95,6 +93,8 @@ def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
         layer_type: str | None = None,
         **_: Any,
     ) -> tuple[Tensor, float]:
+        if not hasattr(config, "logit_transforms"):
+            raise ValueError("a model converted by scaleinv.hf must be loaded with an Auto class of transformers")
         frequencies, attention_factor = _base_frequencies(base, config, layer_type, device, seq_len)
         p = dict(_flat(config))[layer_type]["p"]
         kept = round(p * frequencies.numel())
