@@ -207,7 +207,8 @@ def run_needle(
         lengths: multiples of the training length ("4x") or tokens.
         out: None for the run's own folder.
         rows: for a RoPE-trained model also "rope+ntk" or "yarn"; None for the row it was trained as.
-        task, training: None for `default_task`; the task's own length is that of fine-tuning.
+        task, training: None for `default_task`. The task's length is that of fine-tuning, which has needles at random
+            places even if the task has a depth.
         samples: at each length.
         seed: of the samples.
         summary: also enter the accuracies in ``out/summary.json``.
@@ -228,7 +229,8 @@ def run_needle(
     for length in named.values():  # a length that cannot be made is found out before the fine-tuning
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
     finetuned = folder / "models" / f"{trained_as}-seed{config.seed}"
-    finetune(run, finetuned, task, training, corpus=corpus, device=device, say=progress)
+    anywhere = dataclasses.replace(task, depth=None)  # a depth is asked for, not trained for
+    finetune(run, finetuned, anywhere, training, corpus=corpus, device=device, say=progress)
     model, _ = store.load_model(finetuned, device)
     results = {}
     for row in rows:

@@ -69,6 +69,11 @@ class NeedleTraining:
         """For `NeedleTask.mini`: see docs/needle.md for what was tried."""
         return cls(steps=300, warmup=30, decay=100, sequences=16)
 
+    def scaled(self, steps: int) -> NeedleTraining:
+        """The same training in another number of steps: warm-up, decay and growth take the same shares of them."""
+        shares = {name: getattr(self, name) * steps // self.steps for name in ("warmup", "decay", "growth")}
+        return dataclasses.replace(self, steps=steps, **shares)
+
     def learning_rate(self, step: int) -> float:
         """Factor on every learning rate at a step, counted from 0."""
         rising = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
@@ -117,26 +122,25 @@ def finetune(
         "training": {k: v for k, v in dataclasses.asdict(training).items() if not k.endswith("_every")},
     }
     _claim(out, settings)
-    checkpoints = out / store.CHECKPOINTS
     optimizers = build_optimizers(model, config)
     tensors = state_tensors(model, optimizers)
-    found = checkpoint.newest(checkpoints)
-    step = 0
+    found = checkpoint.newest(out / store.CHECKPOINTS)
+    start = 0
     if found is not None:
         checkpoint.load(found[0], tensors)
-        step = found[1]["step"]
-    if step == training.steps and (out / store.WEIGHTS).exists():
+        start = found[1]["step"]
+    if start == training.steps and (out / store.WEIGHTS).exists():
         return out
-    if step:
-        say(f"resuming {out} at step {step}")
+    if start:
+        say(f"resuming {out} at step {start}")
     store.write_config(out, dataclasses.replace(config, out=str(out)), corpus)
     (out / store.TOKENIZER).mkdir(exist_ok=True)
     corpus.tokenizer.save(out / store.TOKENIZER)
-    metrics = Metrics(out, step, settings, None)
-    progress = Progress(training.steps, step, training.sequences * task.length, say, training.log_every)
+    metrics = Metrics(out, start, settings, None)
+    progress = Progress(training.steps, start, training.sequences * task.length, say, training.log_every)
     model.train()
     try:
-        while step < training.steps:
+        for step in range(start, training.steps):
             factor = training.learning_rate(step)
             set_rates(optimizers, factor)
             loss, right = _step(model, config, corpus, task, training, step)
@@ -145,11 +149,11 @@ def finetune(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            step += 1
-            progress.show(step, loss, factor)
-            metrics.write({"step": step, "loss": loss, "token_accuracy": right, "lr": factor * config.lr_matrices})
-            if step % training.checkpoint_every == 0 or step == training.steps:
-                checkpoint.save(checkpoints, step, tensors, {"needle": True}, keep=1)
+            done = step + 1
+            progress.show(done, loss, factor)
+            metrics.write({"step": done, "loss": loss, "token_accuracy": right, "lr": factor * config.lr_matrices})
+            if done % training.checkpoint_every == 0 or done == training.steps:
+                checkpoint.save(out / store.CHECKPOINTS, done, tensors, {}, keep=1)
     finally:
         metrics.close()
     weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}

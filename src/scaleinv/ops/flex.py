@@ -56,7 +56,7 @@ def attention(
     if key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
         hidden = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention, query.device.type)
     out, aux = run(
         query,
         key,
@@ -119,7 +119,7 @@ def _block_mask(
     def make() -> BlockMask:
         create = create_block_mask
         if device.type == "cuda" and not torch.compiler.is_compiling():
-            create = _compiled(create_block_mask)  # otherwise it would hold an Nq x Nk matrix
+            create = _compiled(create_block_mask, device.type)  # otherwise it would hold an Nq x Nk matrix
         return create(
             mask_mod(geometry, document_ids, key_mask, device),
             B=tensors[0].shape[0] if tensors else None,
@@ -135,8 +135,9 @@ def _block_mask(
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    # With symbolic shapes, torch 2.13 writes C++ for the CPU that does not compile.
+    return torch.compile(function, dynamic=False if device == "cpu" else None)
 
 
 class _MaskCache:
