@@ -2,6 +2,7 @@
 
 import functools
 
+import hypothesis
 import pytest
 import torch
 

@@ -144,14 +144,20 @@ def assert_equal_to_rounding(got: dict[str, Tensor], want: dict[str, Tensor], to
 def assert_as_accurate(
     got: dict[str, Tensor], same_precision: dict[str, Tensor], exact: dict[str, Tensor], factor: float = 3.0
 ) -> None:
-    """The error of `got` is at most `factor` × the reference's in the same precision, plus a few roundings."""
+    """The error of `got` is at most `factor` × the reference's in the same precision, plus a few roundings.
+
+    A parameter's gradient is a sum over all rows, in which large terms may cancel (exactly so in the reference, where a
+    row sees one key): the roundings of n terms add up to √n of one.
+    """
+    rows = got["logsumexp"].numel()
+    single = ("output", "logsumexp", "grad query", "grad key", "grad value")
     assert got.keys() == exact.keys()
     for name, value in got.items():
         assert value.shape == exact[name].shape, name
         assert value.dtype == same_precision[name].dtype, name
         error, size = _gap(value, exact[name])
         allowed, _ = _gap(same_precision[name], exact[name])
-        floor = 16 * torch.finfo(torch.float32).eps * (1 + size)
+        floor = 16 * torch.finfo(torch.float32).eps * (1 + size) * (1 if name in single else max(rows, 1) ** 0.5)
         assert error <= factor * allowed + floor, f"{name}: off by {error:.3g} of {size:.3g}, reference {allowed:.3g}"
 
 
