@@ -1,10 +1,15 @@
 """Fixtures for every test."""
 
 import functools
+import os
 
 import hypothesis
 import pytest
 import torch
+
+# The same examples in every run; HYPOTHESIS_PROFILE=default draws new ones.
+hypothesis.settings.register_profile("seeded", derandomize=True, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "seeded"))
 
 
 @pytest.fixture
