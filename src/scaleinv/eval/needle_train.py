@@ -36,10 +36,12 @@ class NeedleTraining:
     """Steps over which they fall to 0 at the end; between the two they are constant."""
     sequences: int = 64
     """Samples in an optimiser step, at the task's length."""
-    growth: int = 0
-    """Steps over which the samples grow from ``shortest`` to the task's length, by the same factor each step. A step
-    keeps its tokens, so that it has more samples while they are short. 0 for the task's length throughout."""
     shortest: int = 96
+    """Tokens in the samples of the first steps, where there are ``short`` or ``growth`` steps."""
+    short: int = 0
+    """Steps with the shortest samples. Every step has the same number of tokens, so these have more samples."""
+    growth: int = 0
+    """Steps over which the samples then grow to the task's length, by the same factor each step."""
     rate: float = 1.0
     """Factor on the learning rates of pretraining."""
     seed: int = 0
@@ -51,7 +53,7 @@ class NeedleTraining:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("warmup", "decay", "growth", "seed"):
+        for name in ("warmup", "decay", "short", "growth", "seed"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} must be an integer and not negative, got {value!r}")
@@ -59,8 +61,10 @@ class NeedleTraining:
             raise ValueError(
                 f"warmup and decay must fit into steps={self.steps}, got {self.warmup} and {self.decay} steps"
             )
-        if self.growth > self.steps:
-            raise ValueError(f"growth must fit into steps={self.steps}, got {self.growth}")
+        if self.short + self.growth > self.steps:
+            raise ValueError(
+                f"short and growth must fit into steps={self.steps}, got {self.short} and {self.growth} steps"
+            )
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise ValueError(f"rate must be positive and finite, got {self.rate}")
 
@@ -70,8 +74,8 @@ class NeedleTraining:
         return cls(steps=300, warmup=30, decay=100, sequences=16)
 
     def scaled(self, steps: int) -> NeedleTraining:
-        """The same training in another number of steps: warm-up, decay and growth take the same shares of them."""
-        shares = {name: getattr(self, name) * steps // self.steps for name in ("warmup", "decay", "growth")}
+        """The same training in another number of steps: warm-up, decay and the rest take the same shares."""
+        shares = {name: getattr(self, name) * steps // self.steps for name in ("warmup", "decay", "short", "growth")}
         return dataclasses.replace(self, steps=steps, **shares)
 
     def learning_rate(self, step: int) -> float:
@@ -82,9 +86,12 @@ class NeedleTraining:
 
     def length(self, step: int, full: int) -> int:
         """Tokens in the samples of a step, for a task of ``full`` tokens."""
-        if step >= self.growth or self.shortest >= full:
+        if step < self.short:
+            return min(self.shortest, full)
+        grown = step - self.short
+        if grown >= self.growth or self.shortest >= full:
             return full
-        return round(self.shortest * (full / self.shortest) ** (step / self.growth))
+        return round(self.shortest * (full / self.shortest) ** (grown / self.growth))
 
     def samples(self, step: int, full: int) -> range:
         """Indices of the samples of a step: no two steps share one."""
