@@ -176,7 +176,7 @@ def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], 
 
 
 def default_task(config: GPTConfig) -> tuple[NeedleTask, NeedleTraining]:
-    """What a model is asked unless told otherwise: the paper's task, or for the mini preset one that it can learn."""
+    """What a model is asked unless told otherwise: the paper's task, or an easier one for the mini preset."""
     mini = PRESETS["mini"]
     small = all(getattr(config, name) == getattr(mini, name) for name in ("layers", "width", "heads"))
     if small:

@@ -77,7 +77,7 @@ class NeedleTask:
 
     @classmethod
     def mini(cls) -> NeedleTask:
-        """For models of a million parameters on bytes: not learned well enough yet, see docs/needle.md for what was tried."""
+        """For models of a million parameters on bytes. Not learned well yet: docs/needle.md has what was tried."""
         return cls(needles=1, digits=3, cities=8, length=512)
 
     @property
