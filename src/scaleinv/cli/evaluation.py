@@ -163,7 +163,7 @@ def _needle(options: argparse.Namespace) -> None:
     changes = {name: getattr(options, name) for name in ("needles", "digits", "cities", "depth")}
     task = dataclasses.replace(task, **{name: value for name, value in changes.items() if value is not None})
     if options.steps is not None:
-        training = dataclasses.replace(training, steps=options.steps)
+        training = training.scaled(options.steps)
     results = run_needle(
         options.run_folder,
         options.lengths,
