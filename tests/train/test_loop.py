@@ -11,7 +11,7 @@ from scaleinv import methods, train
 from scaleinv.data import document_ids
 from scaleinv.model import GPT
 from scaleinv.train.optim import build_optimizers
-from scaleinv.train.store import load_model, read_config
+from scaleinv.train.store import load_model, read_config, run_corpus
 
 
 @pytest.mark.parametrize("method", [name for name in methods.names() if methods.row(name).trained_as is None])
@@ -78,6 +78,17 @@ def test_run_folder_holds_all_that_is_needed(tiny):
     tokens = torch.randint(0, 256, (1, 40))
     assert torch.isfinite(model(tokens)).all()
     assert list((Path(config.out) / "tensorboard").glob("events*"))
+
+
+def test_a_vocabulary_of_bytes_is_fitted_to_the_tokenizer(tiny):
+    lines = []
+    config = tiny(tokenizer="bpe:300", steps=1)
+    train.run(config, say=lines.append)
+    saved, values = read_config(config.out)
+    assert 257 < saved.model.vocab_size <= 300
+    assert f"data {values['corpus']['description']}" in lines
+    with pytest.raises(ValueError, match="vocab_size must be at least"):
+        run_corpus(dataclasses.replace(saved, model=dataclasses.replace(saved.model, vocab_size=257)))
 
 
 def test_document_masks_hide_other_documents(tiny):

@@ -27,8 +27,9 @@ from typing import NamedTuple
 import numpy as np
 
 from scaleinv.data.corpora import Document, documents, short_name
-from scaleinv.data.shards import MAX_COUNT, scan_shard, write_atomically, write_shard
+from scaleinv.data.shards import MAX_COUNT, scan_shard, write_shard
 from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, load_tokenizer
+from scaleinv.files import write_text
 
 _CHUNK = 1 << 20  # characters sent to a worker together
 
@@ -161,7 +162,7 @@ def _build(
         "cut": {entry.place for entry in index} == {0.0, 1.0},
         "sha256": {name: scan_shard(folder / name).sha256 for name in names},
     }
-    write_atomically(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode())
+    write_text(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
     say.now(f"{len(names)} shards, {start:,} tokens of {len(index):,} documents, {tokenizer.vocab_size:,} ids")
     return names
 

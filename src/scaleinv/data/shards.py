@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from scaleinv.files import write_atomically, write_text
 
 MAGIC = 20240520
 VERSION = 1
@@ -103,23 +104,8 @@ def scan_shard(path: str | Path, cache: Path | None = None) -> Scan:
     if memory is not None:
         with contextlib.suppress(OSError):
             memory.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(memory, json.dumps(scan._asdict()).encode())
+            write_text(memory, json.dumps(scan._asdict()))
     return scan
-
-
-def write_atomically(path: str | Path, *parts: bytes | memoryview) -> None:
-    """Write the parts to a file that appears under its name only when it is whole and on disk."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

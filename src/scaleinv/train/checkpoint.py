@@ -23,6 +23,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from scaleinv.files import write_text
+
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
@@ -50,7 +52,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], extra: dict[str, A
         _barrier()
         if first:
             manifest = {"step": step, "extra": extra, "files": _digests(partial)}
-            _write(partial / MANIFEST, json.dumps(manifest, indent=1))
+            write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
             _sync(folder)
@@ -130,23 +132,11 @@ def _digests(path: Path) -> dict[str, dict[str, Any]]:
         if file.name == MANIFEST or not file.is_file():
             continue
         with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "blake2b") if hasattr(hashlib, "file_digest") else _hash(stream)
+            digest = hashlib.blake2b()
+            while block := stream.read(1 << 20):
+                digest.update(block)
         result[file.name] = {"bytes": file.stat().st_size, "blake2b": digest.hexdigest()}
     return result
-
-
-def _hash(stream: Any) -> Any:
-    digest = hashlib.blake2b()
-    while block := stream.read(1 << 20):
-        digest.update(block)
-    return digest
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _sync(folder: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from scaleinv.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,7 @@ class Metrics:
     def __init__(self, folder: Path, start: int, config: dict[str, Any], wandb_project: str | None) -> None:
         path = folder / METRICS
         kept = [line for line in _lines(path) if line["step"] <= start] if start else []
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, path)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = path.open("a", buffering=1)
         self.board = _tensorboard(folder, start)
         self.wandb = _wandb(wandb_project, folder, config) if wandb_project else None

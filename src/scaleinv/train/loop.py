@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import signal
 import time
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 import scaleinv
-from scaleinv.data import Corpus, document_ids
+from scaleinv.data import document_ids
 from scaleinv.model import GPT
 from scaleinv.train import checkpoint, store
 from scaleinv.train.config import TrainConfig
@@ -24,8 +23,6 @@ from scaleinv.train.distributed import World, accumulating, replicate, shard, wo
 from scaleinv.train.logs import Metrics, Progress
 from scaleinv.train.optim import build_optimizers, set_rates, state_tensors
 from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
-
-logger = logging.getLogger(__name__)
 
 
 class Diverged(RuntimeError):
@@ -77,7 +74,7 @@ class _Run:
         if here.any(problem is not None):
             raise problem or ValueError(f"out {self.folder} cannot be used")
         with here.first_goes_first():
-            self.corpus = self._corpus()
+            self.corpus = store.run_corpus(config, config.model.train_length, fit=True)
             config.model.vocab_size = self.corpus.vocab_size
             self.val_tokens = usable_tokens(
                 self.corpus.val.total, config.val_tokens, [config.model.train_length, *self.lengths.values()]
@@ -104,19 +101,6 @@ class _Run:
         if resume and not held:
             raise ValueError(f"out {self.folder} holds no run to resume")
         checkpoint.remove_partial(self.checkpoints)
-
-    def _corpus(self) -> Corpus:
-        config = self.config
-        from scaleinv.data import load_corpus
-
-        vocabulary = config.model.vocab_size if config.model.vocab_size > 257 else None
-        return load_corpus(
-            config.data,
-            config.val_data,
-            tokenizer=config.tokenizer,
-            vocab_size=vocabulary,
-            min_length=config.model.train_length,
-        )
 
     def _model(self, resume: bool) -> tuple[GPT, int]:
         config, here = self.config, self.here
@@ -152,17 +136,16 @@ class _Run:
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
         self.say(f"{config.model.method}: {self.model.count_parameters():,} parameters on {here.device}{ranks}")
         self.say(f"attention backend {backend}; {torch.get_num_threads()} threads")
-        self.say(f"data {self.corpus.description}: {self.corpus.train.total:,} + {self.corpus.val.total:,} tokens, ")
+        self.say(f"data {self.corpus.description}")
         self.say(f"sha256 {self.corpus.sha256[:16]}…; steps {step} to {config.steps} of {config.batch_tokens:,} tokens")
 
     def _train(self, step: int, caught: list[int]) -> Result:
         config, here = self.config, self.here
         progress = Progress(config.steps, step, config.batch_tokens, self.say, config.log_every)
         validation: dict[str, LengthLoss] = {}
-        saved = step
         while step < config.steps:
             factor = config.learning_rate(step)
-            loss = self._step(step, factor, saved)
+            loss = self._step(step, factor)
             step += 1
             progress.show(step, loss, factor)
             record: dict[str, Any] = {"step": step, "loss": loss, "lr": factor * config.lr_matrices}
@@ -177,7 +160,6 @@ class _Run:
             stopping = here.any(bool(caught))
             if step % config.checkpoint_every == 0 or last or stopping:
                 self._save(step)
-                saved = step
             progress.pause(time.monotonic() - began)
             if stopping and not last:
                 number = caught[0] if caught else signal.SIGTERM
@@ -189,7 +171,7 @@ class _Run:
                 self._save(step)
         return Result(step, True, None, validation)
 
-    def _step(self, step: int, factor: float, saved: int) -> float:
+    def _step(self, step: int, factor: float) -> float:
         """One optimiser step; returns the mean loss before it."""
         config, here = self.config, self.here
         length = config.model.train_length
@@ -208,7 +190,7 @@ class _Run:
             total += loss.detach()
         mean = here.mean(total).item()
         if not math.isfinite(mean):
-            raise Diverged(f"loss became {mean} at step {step + 1}: {self._last_good(saved)}")
+            raise Diverged(f"loss became {mean} at step {step + 1}: {self._last_good()}")
         if config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         set_rates(self.optimizers, factor)
@@ -237,7 +219,7 @@ class _Run:
         weights = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
         weights = checkpoint.to_cpu(weights)
         if self.here.any(not all(bool(torch.isfinite(x).all()) for x in weights.values())):
-            raise Diverged(f"weights became NaN or infinite at step {step}: {self._last_good(0)}")
+            raise Diverged(f"weights became NaN or infinite at step {step}: {self._last_good()}")
         extra = {"corpus": self.corpus.sha256}
         checkpoint.save(self.checkpoints, step, self.tensors, extra, self.config.keep)
         if self.here.first:
@@ -247,8 +229,8 @@ class _Run:
                 raise checkpoint.CheckpointError(f"weights could not be written to {self.folder}: {error}") from error
         self.here.barrier()
 
-    def _last_good(self, saved: int) -> str:
-        if saved == 0 and not any(self.checkpoints.glob("step-*")):
+    def _last_good(self) -> str:
+        if not any(self.checkpoints.glob("step-*")):
             return "there is no checkpoint yet; lower the learning rates"
         return f"the last good checkpoint is in {self.checkpoints}"
 

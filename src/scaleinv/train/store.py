@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scaleinv.data import Corpus, Tokenizer, load_corpus, load_tokenizer
+from scaleinv.data import ByteTokenizer, Corpus, Tokenizer, load_corpus, load_tokenizer
+from scaleinv.files import write_text
 from scaleinv.model import GPT
 from scaleinv.train import checkpoint
 from scaleinv.train.config import TrainConfig
@@ -86,13 +87,19 @@ def run_tokenizer(folder: Path | str) -> Tokenizer:
     return load_tokenizer(Path(folder) / TOKENIZER)
 
 
-def run_corpus(config: TrainConfig, min_length: int = 0) -> Corpus:
-    """The corpus a run was trained on."""
+def run_corpus(config: TrainConfig, min_length: int = 0, *, fit: bool = False) -> Corpus:
+    """The corpus of a run.
+
+    Args:
+        min_length: see `scaleinv.data.load_corpus`.
+        fit: a vocabulary of bytes, a model's default, gives way to the tokenizer's: for a run that is to begin.
+    """
+    vocab_size = config.model.vocab_size
     return load_corpus(
         config.data,
         config.val_data,
         tokenizer=config.tokenizer,
-        vocab_size=config.model.vocab_size,
+        vocab_size=None if fit and vocab_size <= ByteTokenizer.vocab_size else vocab_size,
         min_length=min_length,
     )
 
@@ -105,12 +112,3 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"out cannot be written to: {folder}: {error.strerror or error}") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
