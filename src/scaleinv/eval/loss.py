@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from scaleinv import methods
-from scaleinv.train.store import load_model, run_corpus, write_text
+from scaleinv.files import write_text
+from scaleinv.train.store import load_model, run_corpus
 from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
 
 TOKENS = 524_288
@@ -72,7 +73,7 @@ def evaluate(
     named = parse_lengths(lengths, config.model.train_length)
     data = run_corpus(config).val
     count = usable_tokens(data.total, tokens, list(named.values()))
-    trained_as = methods.row(config.model.method).trained_as or config.model.method
+    trained_as = methods.trained_as(config.model.method)
     results = []
     for row in rows or [config.model.method]:
         model.use_method(row)

@@ -217,10 +217,10 @@ def run_needle(
     run = Path(run)
     folder = (run if out is None else Path(out)) / "needle"
     config, _ = store.read_config(run)
-    trained_as = methods.row(config.model.method).trained_as or config.model.method
+    trained_as = methods.trained_as(config.model.method)
     rows = list(rows) if rows else [config.model.method]
     for row in rows:
-        if (methods.row(row).trained_as or row) != trained_as:
+        if methods.trained_as(row) != trained_as:
             raise ValueError(f"rows must be served by a model trained as {trained_as!r}, got {row!r}")
     named = parse_lengths(lengths, config.model.train_length)
     usual_task, usual_training = default_task(config.model)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scaleinv.methods import Method
+from scaleinv.methods import Method, trained_as
 from scaleinv.model.cache import KVCache
 from scaleinv.model.config import GPTConfig
 from scaleinv.model.infini import empty_state, infini_attention
@@ -111,11 +111,9 @@ class GPT(nn.Module):
 
     def use_method(self, name: str) -> None:
         """Switch to another row that uses the same trained model: "rope" to "rope+ntk" or "yarn", and back."""
-        from scaleinv import methods
-
-        own, other = methods.row(self.config.method), methods.row(name)
-        if (own.trained_as or self.config.method) != (other.trained_as or name):
-            raise ValueError(f"a model trained as {own.trained_as or self.config.method!r} cannot serve as {name!r}")
+        own = trained_as(self.config.method)
+        if trained_as(name) != own:
+            raise ValueError(f"a model trained as {own!r} cannot serve as {name!r}")
         self.config.method = name
         self.method = self.config.sized_method()
 

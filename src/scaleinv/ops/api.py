@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any, Literal, overload
 
@@ -13,8 +12,6 @@ from scaleinv.logits import LogitTransform, ScaleInvariant
 from scaleinv.ops import flex, native, operator, reference
 from scaleinv.ops.masks import Geometry, visible_counts
 from scaleinv.ops.precision import autocast, no_autocast
-
-logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "reference", "blocked", "blocked-native", "blocked-torch", "flex")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -705,7 +705,7 @@ int scaleinv_backward(const Call *c) {
     return (int)failed;
 }
 
-/* What this build is made of, for the caller to check and to report: lanes, MR, NR. */
-void scaleinv_build(int64_t *lanes, int64_t *rows, int64_t *columns, int64_t *call_bytes) {
-    *lanes = LANES, *rows = MR, *columns = NR, *call_bytes = (int64_t)sizeof(Call);
+/* What this build is made of, for the caller to size its buffers and to check: MR, NR, the bytes of a Call. */
+void scaleinv_build(int64_t *rows, int64_t *columns, int64_t *call_bytes) {
+    *rows = MR, *columns = NR, *call_bytes = (int64_t)sizeof(Call);
 }

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from scaleinv.machine import cache_folder
 from scaleinv.ops.masks import Geometry, query_documents
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,9 @@ class Kernel:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.library = ctypes.CDLL(str(path))
-        built = [ctypes.c_int64() for _ in range(4)]
+        built = [ctypes.c_int64() for _ in range(3)]
         self.library.scaleinv_build(*(ctypes.byref(value) for value in built))
-        self.lanes, self.tile_rows, self.tile_columns, call_bytes = (value.value for value in built)
+        self.tile_rows, self.tile_columns, call_bytes = (value.value for value in built)
         if call_bytes != ctypes.sizeof(_Call):
             raise OSError(f"{path} was built from another version of kernel.c: delete it")
 
@@ -263,7 +264,7 @@ def _built(compiler: list[str]) -> Path:
     identity = "\n".join([SOURCE.read_text(), version, platform.machine(), _cpu(), *FLAGS])
     name = f"kernel-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleinv"
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(folder)
