@@ -66,6 +66,12 @@ def test_prepare_writes_shards_that_train_reads(book, tmp_path, capsys):
         (["train", "--data", "nowhere/*.txt"], "nowhere"),
         (["train", "--resume", "nowhere"], "nowhere holds no run"),
         (["train", "--resume", "nowhere", "--seed", "3"], "--seed cannot be changed"),
+        (["train", "--resume", "nowhere", "--preset", "mini"], "--preset cannot be changed"),
+        (["train", "--resume", "nowhere", "--method", "alibi", "--steps", "9"], ": --method cannot be changed"),
+        (
+            ["train", "--resume", "nowhere", "--train-length", "64", "--tau", "10", "--learnable-tau", "--out", "x"],
+            "--train-length, --tau, --learnable-tau, --out cannot be changed",
+        ),
         (["evaluate", "nowhere"], "nowhere holds no run"),
         (["generate", "nowhere"], "nowhere holds no run"),
         (["compare", "--out", "x", "--sweep", "rho=3"], "--sweep takes tau="),

@@ -10,6 +10,7 @@ from typing import Any
 
 from scaleinv.cli.common import Joined, command
 
+_PRESET_OPTIONS = ("preset", "method", "train_length")
 _MODEL_OPTIONS = ("tau", "learnable_tau")
 _RUN_OPTIONS = (
     "data",
@@ -43,8 +44,8 @@ def _add_train(commands: Any) -> None:
         "scaleinv train --preset mini --method scale-invariant-p-rope --data stdlib --out runs/si",
     )
     add = parser.add_argument
-    add("--preset", default="mini", help="mini (minutes on a CPU), 162m or 304m (the paper's); default: mini")
-    add("--method", default="scale-invariant-p-rope", help="a row of the paper's table; `scaleinv methods` lists them")
+    add("--preset", help="mini (minutes on a CPU), 162m or 304m (the paper's); default: mini")
+    add("--method", help="a row of the paper's table, see `scaleinv methods`; default: scale-invariant-p-rope")
     add("--train-length", type=int, help="tokens in a training sequence; default: the preset's")
     add("--tau", type=float, help="lengthscale of the scale-invariant methods in tokens; default: 10")
     add("--learnable-tau", action="store_true", default=None, help="learn a lengthscale for each head")
@@ -84,18 +85,21 @@ def _train(options: argparse.Namespace) -> int:
     from scaleinv.train.logs import terminal
     from scaleinv.train.store import read_config
 
-    given = {name: getattr(options, name) for name in _RUN_OPTIONS if getattr(options, name) is not None}
+    given, chosen, shape = (
+        {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+        for names in (_RUN_OPTIONS, _PRESET_OPTIONS, _MODEL_OPTIONS)
+    )
     if options.resume:
-        refused = [name for name in given if name not in _RESUME_OPTIONS]
+        refused = [name for name in (*chosen, *shape, *given) if name not in _RESUME_OPTIONS]
         if refused:
             flags = ", ".join("--" + name.replace("_", "-") for name in refused)
             raise ValueError(f"--resume goes on with the run as it was: {flags} cannot be changed")
         config, _ = read_config(Path(options.resume))
         config = dataclasses.replace(config, **given, out=options.resume)
     else:
-        config = train.preset(options.preset, options.method, options.train_length)
-        shape = {name: getattr(options, name) for name in _MODEL_OPTIONS if getattr(options, name) is not None}
-        given.setdefault("out", f"runs/{options.preset}-{options.method}-seed{options.seed or 0}")
+        name = chosen.pop("preset", "mini")
+        config = train.preset(name, **chosen)
+        given.setdefault("out", f"runs/{name}-{config.model.method}-seed{options.seed or 0}")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **shape), **given)
     result = train.run(config, resume=bool(options.resume), say=terminal)
     return 0 if result.finished else 128 + (result.signal or 15)
