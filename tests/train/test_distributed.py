@@ -12,9 +12,8 @@ from scaleinv import train
 def test_two_ranks_equal_one(tiny, start, tmp_path, parallel, method):
     alone = tiny(method, out=str(tmp_path / "alone"), micro_tokens=32)
     shared = dataclasses.replace(alone, out=str(tmp_path / "shared"), parallel=parallel)
-    process = start(shared, ranks=2)
     train.run(alone)
-    output = finish(process)
+    output = finish(start(shared, ranks=2))
     assert f"2 ranks ({parallel})" in output
     assert list(losses(shared.out).values()) == pytest.approx(list(losses(alone.out).values()), rel=2e-5)
 

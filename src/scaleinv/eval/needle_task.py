@@ -77,8 +77,9 @@ class NeedleTask:
 
     @classmethod
     def mini(cls) -> NeedleTask:
-        """For models of a million parameters on bytes. Not learned well yet: docs/needle.md has what was tried."""
-        return cls(needles=1, digits=3, cities=8, length=512)
+        """For models of a million parameters on bytes: one short needle, asked for in its own words."""
+        needle, question = " The special magic {city}={number}.", "\nThe special magic "
+        return cls(needles=1, digits=2, cities=8, length=512, needle=needle, question=question)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,5 +8,5 @@ def lm_eval_main() -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise SystemExit('scaleinv-eval needs lm-eval: pip install "lm-eval[hf]"') from error
+        raise SystemExit('scaleinv-eval needs lm-eval: pip install "scaleinv[lm-eval]"') from error
     cli_evaluate()

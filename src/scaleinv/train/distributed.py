@@ -74,6 +74,8 @@ def world(device: str = "auto") -> Iterator[World]:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield World(rank, size, chosen)
+        if started:  # nobody hangs up while another still reads
+            dist.barrier()
     finally:
         if started:
             dist.destroy_process_group()

