@@ -137,6 +137,8 @@ def summarize(plan: Comparison) -> dict[str, Any]:
         "needle": earlier.get("needle", {}),
         "settings": _settings(plan, corpus),
     }
+    if "needle" in earlier.get("settings", {}):
+        summary["settings"]["needle"] = earlier["settings"]["needle"]
     write_text(path, json.dumps(summary, indent=1, ensure_ascii=False))
     if sweep:
         ordered = sorted(sweep.items(), key=lambda item: float(item[0]))
