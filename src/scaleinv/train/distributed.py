@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -71,11 +72,15 @@ def world(device: str = "auto") -> Iterator[World]:
         torch.cuda.set_device(chosen)
     started = size > 1 and not dist.is_initialized()
     if started:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        board, rank, size = next(rendezvous("env://"))
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=board, rank=rank, world_size=size)
     try:
         yield World(rank, size, chosen)
-        if started:  # nobody hangs up while another still reads
-            dist.barrier()
+        if started:
+            # Gloo can fail a rank in its last collective when another has hung up: wait for all to be out of it.
+            board.set(f"out of the last collective: {rank}", "")
+            board.wait([f"out of the last collective: {other}" for other in range(size)])
     finally:
         if started:
             dist.destroy_process_group()
