@@ -164,14 +164,24 @@ def tables(out: Path, arguments: argparse.Namespace) -> str:
 def _figure(out: Path, found: dict[str, Any], arguments: argparse.Namespace) -> None:
     from scaleinv.plots import style
 
+    rows = {"stock": "rope", "p-rope": "p-rope", "logn": "logn+rope"}  # whose colours the variants take
     with style.applied():
-        picture, axes = style.panels(2, width=4.5, height=3.8)
+        picture, axes = style.panels(2, width=4.5, height=4.2)
         for axis, stage in zip(axes, ("before", "after"), strict=True):
             for variant, stages in found.items():
+                look = style.look(rows.get(variant, variant.removesuffix("-calibrated")))
+                dashes = ":" if variant.endswith("-calibrated") else look.dashes
                 losses = [stages[stage][str(length)]["mean"] for length in arguments.lengths]
-                axis.plot(arguments.lengths, losses, marker="o", label=variant)
-            axis.set(xscale="log", xlabel="length in tokens", ylabel="loss in nats", title=f"{stage} training")
-        axes[0].legend(fontsize=7)
+                axis.plot(arguments.lengths, losses, dashes, color=look.color, marker=look.marker, label=variant)
+            axis.set(xscale="log", xlabel="length in tokens", ylabel="loss in nats a token", title=f"{stage} training")
+            axis.set_xticks(arguments.lengths, [f"{length:,}" for length in arguments.lengths])
+            axis.minorticks_off()
+            axis.axvline(arguments.train_length, color="0.6", linestyle=":", linewidth=1)
+        low = min(axis.get_ylim()[0] for axis in axes)
+        high = max(axis.get_ylim()[1] for axis in axes)
+        for axis in axes:
+            axis.set_ylim(low, high)
+        axes[1].legend(fontsize=8, loc="upper right")
         style.save(picture, out, "loss")
 
 
