@@ -13,9 +13,7 @@ from scaleinv.hf import native
 from scaleinv.model import GPTConfig
 from scaleinv.train.store import load_model
 
-pytest.importorskip(
-    "lm_eval", reason="an extra of forty packages: scaleinv[lm-eval]"
-)
+pytest.importorskip("lm_eval", reason="an extra of forty packages: scaleinv[lm-eval]")
 
 TEXTS = ["some text, number 3; some more", "number 5; and some text."]
 
