@@ -71,7 +71,7 @@ class NeedleTraining:
     @classmethod
     def mini(cls) -> NeedleTraining:
         """For `NeedleTask.mini`: short samples first, which have more answers in a step."""
-        return cls(steps=600, warmup=20, decay=180, sequences=8, short=200, growth=200)
+        return cls(steps=900, warmup=30, decay=600, sequences=8, short=300, growth=300)
 
     def scaled(self, steps: int) -> NeedleTraining:
         """The same training in another number of steps: warm-up, decay and the rest take the same shares."""
