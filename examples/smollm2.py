@@ -28,6 +28,7 @@ import scaleinv
 import scaleinv.analysis
 import scaleinv.hf
 from scaleinv.data.corpora import documents
+from scaleinv.files import write_text
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -122,9 +123,7 @@ def variant_result(variant: str, arguments: argparse.Namespace, texts: tuple[Ten
             if length not in result[stage]:
                 losses = loss_at(model, held_out[: max(int(length), arguments.tokens) + 1], int(length))
                 result[stage][length] = summed(losses)
-                partial = path.with_suffix(".partial")
-                partial.write_text(json.dumps(result, indent=1))
-                partial.replace(path)
+                write_text(path, json.dumps(result, indent=1))
                 say(f"{variant} {stage} training: {result[stage][length]['mean']:.3f} at {length} tokens")
 
     measure("before")
@@ -136,20 +135,26 @@ def variant_result(variant: str, arguments: argparse.Namespace, texts: tuple[Ten
         measure("after")
 
 
-def tables(out: Path, arguments: argparse.Namespace) -> str:
-    """summary.json, table.md and a figure, of what there is."""
+def claim(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings, noted in summary.json; ValueError where the folder's numbers were made with others."""
+    names = ("data", "train_length", "steps", "sequences", "rate", "tokens")
+    settings = {"model": Path(arguments.model).name, **{name: getattr(arguments, name) for name in names}}
+    path = out / "summary.json"
+    earlier = json.loads(path.read_text())["settings"] if path.exists() else settings
+    changed = [name for name, value in settings.items() if earlier[name] != value]
+    if changed:
+        raise ValueError(f"--out {out} holds results with another {', '.join(changed)}: choose another folder")
+    settings["versions"] = {"scaleinv": scaleinv.__version__, "torch": torch.__version__}
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"loss": {}, "settings": settings}, indent=1))
+    return settings
+
+
+def tables(out: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -> str:
+    """summary.json, table.md and a figure."""
     found = {v: json.loads((out / "variants" / f"{v}.json").read_text()) for v in arguments.variants}
-    settings = {
-        "model": Path(arguments.model).name,
-        "data": arguments.data,
-        "train_length": arguments.train_length,
-        "steps": arguments.steps,
-        "sequences": arguments.sequences,
-        "rate": arguments.rate,
-        "tokens": arguments.tokens,
-        "versions": {"scaleinv": scaleinv.__version__, "torch": torch.__version__},
-    }
-    (out / "summary.json").write_text(json.dumps({"loss": found, "settings": settings}, indent=1))
+    write_text(out / "summary.json", json.dumps({"loss": found, "settings": settings}, indent=1))
     lengths = [str(length) for length in arguments.lengths]
     lines = ["| | " + " | ".join(f"{stage}, {n}" for stage in ("before", "after") for n in lengths) + " |"]
     lines.append("| --- |" + " --- |" * (2 * len(lengths)))
@@ -198,7 +203,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="held-out tokens; default: %(default)s")
     parser.add_argument("--train-length", type=int, default=512, help="tokens in a sequence; default: %(default)s")
     parser.add_argument("--sequences", type=int, default=4, help="sequences in a step; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=20, help="steps of training; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="steps of training; default: %(default)s")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate; default: %(default)s")
     arguments = parser.parse_args()
     if arguments.model is None:
@@ -206,6 +211,11 @@ def main() -> None:
     unknown = set(arguments.variants) - set(VARIANTS)
     if unknown:
         parser.error(f"--variants are {', '.join(VARIANTS)}; got {', '.join(sorted(unknown))}")
+
+    try:
+        settings = claim(Path(arguments.out), arguments)
+    except ValueError as error:
+        parser.error(str(error))
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -220,7 +230,7 @@ def main() -> None:
     say(f"{arguments.data}: {len(encoded[0]):,} + {len(encoded[1]):,} tokens")
     for variant in arguments.variants:
         variant_result(variant, arguments, (encoded[0], encoded[1]), say)
-    print(tables(Path(arguments.out), arguments))
+    print(tables(Path(arguments.out), arguments, settings))
 
 
 if __name__ == "__main__":
