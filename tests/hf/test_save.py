@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaForCausalLM,
     PreTrainedModel,
 )
@@ -75,12 +76,13 @@ import sys
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 for folder in sys.argv[1:]:
     for loader in (AutoModelForCausalLM, LlamaForCausalLM):
-        try:
-            loader.from_pretrained(folder)
-        except ValueError as error:
-            print("ValueError", error)
-        else:
-            print("loaded")
+        for options in ({}, {"attn_implementation": "sdpa"}):
+            try:
+                loader.from_pretrained(folder, **options)
+            except ValueError as error:
+                print("ValueError", error)
+            else:
+                print("loaded")
 assert "scaleinv" not in sys.modules
 """
 
@@ -91,12 +93,13 @@ def test_loading_without_scaleinv_is_a_clear_error(stock: Stock, tmp_path: Path)
         scaleinv.hf.convert(stock("llama"), p=p).save_pretrained(folder)
     ran = subprocess.run([sys.executable, "-c", LOAD, *folders], capture_output=True, text=True, check=True)
     assert "loaded" not in ran.stdout
-    assert ran.stdout.count("model type `scaleinv.hf` but Transformers does not recognize") == 2
-    assert ran.stdout.count("scaleinv (import scaleinv.hf and load the model with an Auto class)") == 2
+    assert ran.stdout.count("model type `scaleinv.hf` but Transformers does not recognize") == 4
+    assert ran.stdout.count("scaleinv (import scaleinv.hf and load the model with an Auto class)") == 4
 
 
-def test_stock_classes_and_other_attention_are_refused(stock: Stock, tmp_path: Path) -> None:
-    model = scaleinv.hf.convert(stock("llama"))
+@pytest.mark.parametrize("p", [0.5, None])
+def test_stock_classes_and_other_attention_are_refused(stock: Stock, tmp_path: Path, p: float | None) -> None:
+    model = scaleinv.hf.convert(stock("llama"), p=p)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Auto class"):
         LlamaForCausalLM.from_pretrained(tmp_path)
@@ -151,4 +154,6 @@ def test_composite_models_convert_only_the_text_part(tokens: Tensor, tmp_path: P
         model = AutoModelForImageTextToText.from_pretrained(tmp_path / str(trip))
         assert torch.equal(logits(model, tokens), expected)
     assert model.config.vision_config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="Auto class"):
+        Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "0", attn_implementation="sdpa")
     assert torch.equal(logits(scaleinv.hf.revert(model), tokens), plain)

@@ -32,7 +32,9 @@ ARCHITECTURE = "ScaleInvariant"
 """Before the names in ``architectures``, which some engines go by."""
 
 MARKER = "scaleinv (import scaleinv.hf and load the model with an Auto class)"
-"""The ``attn_implementation`` in config.json. No such implementation exists: a stock class stops there."""
+"""What config.json names as ``attn_implementation`` and as ``transformers_weights``, the file of the weights.
+
+Neither exists, so a model's own class stops there; at the second where the caller chooses another attention."""
 
 
 class Saved:
@@ -47,6 +49,7 @@ class Saved:
         for part in [values, *values.values()]:
             if isinstance(part, dict) and "scaleinv" in part:
                 part["attn_implementation"] = MARKER
+        values["transformers_weights"] = MARKER
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -135,6 +138,7 @@ def restore(config_dict: dict[str, Any], **kwargs: Any) -> Any:
         )
     values = copy.deepcopy(config_dict)
     values["model_type"] = values["scaleinv"].pop(STOCK_TYPE)
+    values.pop("transformers_weights", None)
     if values.get("architectures"):
         values["architectures"] = [name.removeprefix(ARCHITECTURE) for name in values["architectures"]]
     settings: Settings | None = None
