@@ -15,7 +15,6 @@ import scaleinv.hf
 Stock = Callable[[str], PreTrainedModel]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_trainer_steps_save_and_reload_bitwise(stock: Stock, model_type: str, tokens: Tensor, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     model = scaleinv.hf.convert(stock(model_type))
@@ -40,16 +39,19 @@ def test_trainer_steps_save_and_reload_bitwise(stock: Stock, model_type: str, to
     assert scaleinv.hf.conversion(again) == scaleinv.hf.conversion(model)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_compiles_in_one_graph(stock: Stock, model_type: str, tokens: Tensor) -> None:
     model = scaleinv.hf.convert(stock(model_type))
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
 
+    if model_type == "gpt_oss":  # on a CPU the backward of its stock experts does not compile: forward alone
+        model.requires_grad_(False)
+
     def gradients(forward: Callable, **inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
         model.zero_grad()
         loss = forward(tokens, labels=tokens, use_cache=False, **inputs).loss
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         return loss, [x.grad.clone() for x in model.parameters() if x.grad is not None]
 
     left = torch.ones_like(tokens)

@@ -46,11 +46,14 @@ class Regular:
         transformers does this ahead of the mask function, but not for GPT-OSS, whose stock form mixes the documents.
         """
         whole = self.offset == 0 and position_ids.shape[1] == keys  # no cache
-        if self.asked or not whole or self.document_ids is not None or self.key_mask is not None:
+        compiling = torch.compiler.is_compiling()  # then ids are there even if transformers found no documents
+        if self.asked or not whole or self.key_mask is not None or (self.document_ids is not None and not compiling):
             return
         self.asked = True  # all layers share this object
         document_ids = F.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
-        if torch.compiler.is_compiling() or bool(document_ids.any()):
+        if self.document_ids is not None:
+            document_ids = document_ids + self.document_ids  # both grow where a document ends
+        if compiling or bool(document_ids.any()):
             self.document_ids = document_ids
 
     def distances(self, queries: int, keys: int, device: torch.device) -> Tensor:
