@@ -1,5 +1,6 @@
 """The comparison, with models that train for two steps."""
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -51,6 +52,23 @@ def test_trains_once_evaluates_every_row_and_never_repeats(plan):
     written = {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")}
     assert compare(plan, lines.append) == summary
     assert {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")} == written
+
+
+def test_other_lengths_are_evaluated_and_other_training_is_refused(plan):
+    plan.methods, plan.seeds = ["rope"], 1
+    compare(plan)
+    weights = {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")}
+    longer = compare(dataclasses.replace(plan, lengths="1x,2x,4x"))
+    assert set(longer["loss"]["rope"]) == {"1x", "2x", "4x"}
+    path = plan.out / "evaluations" / "rope-seed0.json"
+    assert json.loads(path.read_text())["lengths"]["1x"]["windows"] == 1024 // 32
+    compare(dataclasses.replace(plan, tokens=512))
+    assert json.loads(path.read_text())["lengths"]["1x"]["windows"] == 512 // 32
+    assert {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")} == weights
+    assert set(compare(dataclasses.replace(plan, methods=["alibi"]))["loss"]) == {"rope", "alibi"}
+    for changes in ({"steps": 3}, {"train_length": 64}, {"data": "stdlib"}, {"preset": "162m"}):
+        with pytest.raises(ValueError, match=r"alibi-seed0 was trained with .* use another out"):
+            compare(dataclasses.replace(plan, **changes))
 
 
 def test_a_failed_model_is_named_and_the_others_are_kept(plan, monkeypatch):

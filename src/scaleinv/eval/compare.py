@@ -24,8 +24,10 @@ from typing import Any
 import torch
 
 from scaleinv import methods, schedule
+from scaleinv.eval.loss import TOKENS, parse_lengths
 from scaleinv.files import write_text
 from scaleinv.machine import cpu_name
+from scaleinv.train.config import preset
 from scaleinv.train.logs import METRICS, read_metrics
 from scaleinv.train.store import WEIGHTS, read_config
 from scaleinv.version import VERSION
@@ -87,6 +89,7 @@ class Job:
 def compare(plan: Comparison, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Run the comparison, or what is left of it; writes and returns the summary."""
     jobs = _jobs(plan)
+    _check_runs(plan)
     workers = plan.jobs or os.cpu_count() or 1
     say(f"{len(jobs)} models to train for {len(plan.methods)} rows, {plan.seeds} seeds; {workers} at once")
     runner = _Runner(plan, say, threads=max(1, (os.cpu_count() or 1) // workers))
@@ -132,6 +135,7 @@ def summarize(plan: Comparison) -> dict[str, Any]:
     path = plan.out / "summary.json"
     earlier = json.loads(path.read_text()) if path.exists() else {}
     loss = {row: {label: _over_seeds(values) for label, values in by.items()} for row, by in found.items()}
+    loss = {**earlier.get("loss", {}), **loss}  # rows that an earlier command asked for
     summary = {
         "loss": {row: loss[row] for row in methods.names() if row in loss},
         "needle": earlier.get("needle", {}),
@@ -179,7 +183,7 @@ class _Runner:
         plan, run = self.plan, self.plan.out / "runs" / job.name
         if not _finished(run):
             self._call(job, ["train", *self._training(job, run)])
-        rows = [row for row in job.rows if not _evaluation(plan, job, row).exists()]
+        rows = [row for row in job.rows if not _evaluated(plan, _evaluation(plan, job, row))]
         if rows:
             folder = _evaluation(plan, job, rows[0]).parent
             options = ["--methods", ",".join(rows), "--lengths", plan.lengths, "--out", str(folder)]
@@ -252,6 +256,31 @@ def _jobs(plan: Comparison) -> list[Job]:
 def _evaluation(plan: Comparison, job: Job, row: str) -> Path:
     folder = plan.out / "evaluations" if job.tau is None else plan.out / "sweep" / f"tau{job.tau:g}"
     return folder / f"{row}-seed{job.seed}.json"
+
+
+def _check_runs(plan: Comparison) -> None:
+    """ValueError if the folder holds runs of other settings: they would mix silently."""
+    wanted = preset(plan.preset, train_length=plan.train_length)
+    for path in sorted((plan.out / "runs").glob("*/config.json")):
+        found = read_config(path.parent)[0]
+        pairs = {name: (getattr(found, name), getattr(plan, name)) for name in ("data", "val_data", "tokenizer")}
+        pairs["steps"] = (found.steps, plan.steps or wanted.steps)
+        for name in ("layers", "width", "heads", "train_length"):
+            pairs[name] = (getattr(found.model, name), getattr(wanted.model, name))
+        for name, (there, here) in pairs.items():
+            if there != here:
+                raise ValueError(
+                    f"{path.parent} was trained with {name}={there}, and {name}={here} is asked for: use another out"
+                )
+
+
+def _evaluated(plan: Comparison, path: Path) -> bool:
+    """Is the row evaluated, at all the lengths and on as many tokens as the plan asks for?"""
+    if not path.exists():
+        return False
+    found = json.loads(path.read_text())
+    labels = parse_lengths(plan.lengths, found["train_length"])
+    return found["lengths"].keys() >= labels.keys() and found.get("tokens") == (plan.tokens or TOKENS)
 
 
 def _finished(run: Path) -> bool:

@@ -26,6 +26,8 @@ class Evaluation:
     model: str
     """The row the model was trained as."""
     train_length: int
+    tokens: int
+    """Held-out tokens asked for; windows × length is how many there were."""
     lengths: dict[str, LengthLoss]
 
     def to_json(self) -> dict[str, Any]:
@@ -89,5 +91,5 @@ def evaluate(
             spread = found[label].stderr
             error = f" ± {spread:.4f}" if spread is not None else ""
             progress(f"{row} at {label} ({length:,} tokens): {found[label].mean:.4f}{error}")
-        results.append(Evaluation(row, config.seed, trained_as, config.model.train_length, found))
+        results.append(Evaluation(row, config.seed, trained_as, config.model.train_length, tokens, found))
     return results
