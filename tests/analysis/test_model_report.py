@@ -73,7 +73,7 @@ def write_run(folder: Path, data: Path) -> None:
     ByteTokenizer().save(folder / "tokenizer")
     model = make_gpt("rope", vocab_size=config.model.vocab_size).float()
     write_config(folder, config, run_corpus(config))
-    write_weights(folder, model.state_dict())
+    write_weights(folder, model.state_dict(), 0)
 
 
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 import dataclasses
 import json
+import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from scaleinv.cli import main
 from scaleinv.eval import Comparison, compare
-from scaleinv.eval.compare import Job, _jobs, _Runner
+from scaleinv.eval.compare import Job, _evaluated, _finished, _jobs, _Runner, summarize
+from scaleinv.train.store import write_weights
 
 
 @pytest.fixture
@@ -61,14 +67,72 @@ def test_other_lengths_are_evaluated_and_other_training_is_refused(plan):
     longer = compare(dataclasses.replace(plan, lengths="1x,2x,4x"))
     assert set(longer["loss"]["rope"]) == {"1x", "2x", "4x"}
     path = plan.out / "evaluations" / "rope-seed0.json"
-    assert json.loads(path.read_text())["lengths"]["1x"]["windows"] == 1024 // 32
-    compare(dataclasses.replace(plan, tokens=512))
-    assert json.loads(path.read_text())["lengths"]["1x"]["windows"] == 512 // 32
     assert {path: path.stat().st_mtime_ns for path in (plan.out / "runs").rglob("*.safetensors")} == weights
-    assert set(compare(dataclasses.replace(plan, methods=["alibi"]))["loss"]) == {"rope", "alibi"}
+    run = plan.out / "runs" / "rope-seed0"
+    assert _finished(run)
+    assert _evaluated(plan, run, path)
+    assert not _evaluated(dataclasses.replace(plan, tokens=512), run, path)
+    model = load_file(run / "model.safetensors")
+    write_weights(run, model, 1)  # as if killed before the last save
+    assert not _finished(run)
+    assert not _evaluated(plan, run, path)
     for changes in ({"steps": 3}, {"train_length": 64}, {"data": "stdlib"}, {"preset": "162m"}):
-        with pytest.raises(ValueError, match=r"alibi-seed0 was trained with .* use another out"):
+        with pytest.raises(ValueError, match=r"summary.json is of a comparison with .* use another out"):
             compare(dataclasses.replace(plan, **changes))
+    (plan.out / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"config.json is of a comparison with steps=2, and steps=3 is asked for"):
+        compare(dataclasses.replace(plan, steps=3))
+
+
+def test_rows_of_an_earlier_command_stay(plan):
+    plan.out.mkdir()
+    path = plan.out / "summary.json"
+    before = {row: {"1x": {"mean": 9.0, "stderr": None, "seeds": 1}} for row in ("alibi", "rope")}
+    path.write_text(json.dumps({"loss": before, "needle": {"rope": 1}, "settings": {"data": plan.data}}))
+    summary = summarize(plan)
+    assert summary["loss"] == {"alibi": before["alibi"]}  # rope is asked for again, and not there yet
+    assert summary["needle"] == {"rope": 1}
+
+
+def test_sweep_on_the_command_line(plan, capsys):
+    options = ["--data", plan.data, "--steps", "2", "--train-length", "32", "--lengths", "1x,2x", "--tokens", "256"]
+    methods = ["--methods", "scale-invariant-p-rope", "--seeds", "1", "--sweep", "tau=3,3.0"]
+    assert main(["compare", "--out", str(plan.out), *methods, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "scale-invariant-p-rope" in shown
+    assert f"report: {plan.out / 'report.html'}" in shown
+    assert (plan.out / "report.html").exists()
+    assert json.loads((plan.out / "sweep.json").read_text())["tau"].keys() == {"3", "10"}
+    assert (plan.out / "figures" / "tau-sweep.png").exists()
+
+
+def test_a_stopped_comparison_saves_and_goes_on(plan):
+    command = [
+        sys.executable,
+        "-m",
+        "scaleinv",
+        "compare",
+        "--methods",
+        "rope,nope",
+        "--seeds",
+        "1",
+        "--steps",
+        "100000",
+    ]
+    options = ["--data", plan.data, "--train-length", "32", "--out", str(plan.out)]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if "rope-seed0: step " in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped; run the same command again to go on with" in rest
+    assert "failed" not in rest
+    run = plan.out / "runs" / "rope-seed0"
+    assert list((run / "checkpoints").glob("step-*"))
+    again = _Runner(plan, print, 1)._training(Job("rope", 0, ("rope",)), run)
+    assert again[:2] == ["--resume", str(run)]
 
 
 def test_a_failed_model_is_named_and_the_others_are_kept(plan, monkeypatch):
@@ -110,6 +174,8 @@ def test_a_sweep_reuses_the_default_lengthscale():
         ({"seeds": 0}, "seeds must be positive"),
         ({"tau": [0.0]}, "tau must be positive"),
         ({"jobs": 0}, "jobs must be positive"),
+        ({"tokens": -3}, "tokens must be positive"),
+        ({"lengths": "1x,foo"}, "lengths must be multiples"),
     ],
 )
 def test_errors_name_the_option(changes, message):

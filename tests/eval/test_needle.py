@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from scaleinv import train
+from scaleinv.cli import main
 from scaleinv.data import ByteTokenizer, TokenData, write_shard
 from scaleinv.eval import needle, needle_train
 from scaleinv.eval.needle import default_task, evaluate, run_needle, summarize, wilson
@@ -152,7 +153,7 @@ def test_finished_samples_are_not_repeated(model, data, tmp_path, monkeypatch):
     assert again["1x"]["accuracy"] == whole["1x"]["accuracy"]
     assert again["1x"]["answer_loss"] == pytest.approx(whole["1x"]["answer_loss"])
     assert [json.loads(line)["index"] for line in (tmp_path / "r.jsonl").read_text().splitlines()[1:]] == list(range(7))
-    with pytest.raises(ValueError, match=r"records .* other settings"):
+    with pytest.raises(ValueError, match=r"records .* another run, task or training"):
         evaluate(model, data, ByteTokenizer(), TASK, {"1x": 96}, seed=1, records=tmp_path / "r.jsonl")
 
 
@@ -282,13 +283,34 @@ def test_run_needle_writes_results_and_summary(run, tmp_path, monkeypatch):
     monkeypatch.setattr(needle_train, "_step", None)
     monkeypatch.setattr(needle, "read_samples", None)
     assert go(3) == results
+    # Other lengths join; another task is refused before anything is trained.
+    monkeypatch.undo()
+    longer = run_needle(run, "200", tmp_path, task=TASK, training=TRAINING, samples=3)
+    assert set(longer["rope"]["lengths"]) == {"1x", "150", "200"}
+    monkeypatch.setattr(needle, "finetune", None)
+    other = dataclasses.replace(TASK, digits=TASK.digits + 1)
+    with pytest.raises(ValueError, match=r"rope.jsonl are of another run, task or training"):
+        run_needle(run, "1x", tmp_path, task=other, training=TRAINING)
+    (tmp_path / "needle" / "rope.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"summary.json has needle results of another task"):
+        run_needle(run, "1x", tmp_path, task=other, training=TRAINING)
+
+
+def test_command_line_draws_and_its_folder_can_be_reported(run, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    task = ["--needles", "1", "--digits", "2", "--steps", "2", "--samples", "2", "--lengths", "1x,150"]
+    assert main(["needle", str(run), *task, "--out", str(tmp_path)]) == 0
+    assert f"figure: {tmp_path / 'figures' / 'needle-depth.png'}" in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 0
+    assert "training length" in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "summary.json").read_text())["settings"]["train_length"] == 96
 
 
 def test_summary_keeps_what_others_wrote(tmp_path):
     before = {"loss": {"rope": 1}, "needle": {"alibi": 2}, "settings": {"data": "sotu"}}
     (tmp_path / "summary.json").write_text(json.dumps(before))
     at = {"accuracy": 1.0, "low": 0.9, "high": 1.0, "samples": 3, "depths": []}
-    needle.write_summary(tmp_path, {"rope": {"settings": {"samples_seed": 0}, "lengths": {"1x": at}}})
+    needle.write_summary(tmp_path, {"rope": {"settings": {"train_length": 8}, "lengths": {"1x": at}}})
     after = json.loads((tmp_path / "summary.json").read_text())
     assert after["loss"] == {"rope": 1}
     assert set(after["needle"]) == {"alibi", "rope"}

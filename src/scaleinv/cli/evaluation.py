@@ -34,17 +34,19 @@ def _evaluate(options: argparse.Namespace) -> None:
     from scaleinv.train.logs import terminal
 
     rows = options.methods.split(",") if options.methods else None
+    out = options.out or options.run_folder / "evaluations"
     results = evaluate(
         options.run_folder,
         options.lengths,
         rows=rows,
-        tokens=options.tokens or TOKENS,
+        tokens=TOKENS if options.tokens is None else options.tokens,
         step=options.step,
         device=options.device,
+        out=out,
         progress=terminal,
     )
     for result in results:
-        print(result.save(options.out or options.run_folder / "evaluations"))
+        print(result.path(out))
 
 
 def _add_compare(commands: Any) -> None:
@@ -68,14 +70,15 @@ def _add_compare(commands: Any) -> None:
     add("--lengths", default="1x,4x,16x", help="default: 1x,4x,16x")
     add("--tokens", type=int, help="validation tokens; default: 524,288")
     add("--sweep", metavar="tau=…", help="also train the method with these lengthscales: tau=0.01,0.1,1,10,100")
-    add("--jobs", type=int, help="processes at once; default: one a core")
+    add("--device", default="auto", help="auto, cpu or cuda; default: auto")
+    add("--jobs", type=int, help="processes at once; default: one a core, or one on a GPU")
     add("--no-report", action="store_true", help="do not write report.html")
 
 
-def _compare(options: argparse.Namespace) -> None:
+def _compare(options: argparse.Namespace) -> int:
     import shlex
 
-    from scaleinv.eval.compare import Comparison, compare
+    from scaleinv.eval.compare import Comparison, Stopped, compare
     from scaleinv.plots.report import terminal_table, write_report
     from scaleinv.train.logs import terminal
 
@@ -92,13 +95,19 @@ def _compare(options: argparse.Namespace) -> None:
         lengths=options.lengths,
         tokens=options.tokens,
         tau=_sweep(options.sweep),
+        device=options.device,
         jobs=options.jobs,
         command=shlex.join(["scaleinv", *sys.argv[1:]]),
     )
-    summary = compare(plan, terminal)
+    try:
+        summary = compare(plan, terminal)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + stopped.signal
     print(terminal_table(summary))
     if not options.no_report:
         print(f"report: {write_report(options.out).resolve()}")
+    return 0
 
 
 def _sweep(text: str | None) -> list[float]:
@@ -156,10 +165,13 @@ def _add_needle(commands: Any) -> None:
 
 def _needle(options: argparse.Namespace) -> None:
     from scaleinv.eval.needle import SAMPLES, default_task, run_needle
+    from scaleinv.plots.compare import needle_depths
     from scaleinv.train.logs import terminal
     from scaleinv.train.store import read_config
 
-    task, training = default_task(read_config(options.run_folder)[0].model)
+    out = options.out or options.run_folder
+    model = read_config(options.run_folder)[0].model
+    task, training = default_task(model)
     changes = {name: getattr(options, name) for name in ("needles", "digits", "cities", "depth")}
     task = dataclasses.replace(task, **{name: value for name, value in changes.items() if value is not None})
     if options.steps is not None:
@@ -167,11 +179,11 @@ def _needle(options: argparse.Namespace) -> None:
     results = run_needle(
         options.run_folder,
         options.lengths,
-        options.out,
+        out,
         rows=options.methods.split(",") if options.methods else None,
         task=task,
         training=training,
-        samples=options.samples or SAMPLES,
+        samples=SAMPLES if options.samples is None else options.samples,
         seed=options.seed,
         device=options.device,
         progress=terminal,
@@ -179,6 +191,9 @@ def _needle(options: argparse.Namespace) -> None:
     for row, result in results.items():
         for label, found in result["lengths"].items():
             print(f"{row:24}{label:>6}  {found['accuracy']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]")
+    heat = needle_depths(out / "needle", model.train_length)
+    for path in heat.save(out / "figures") if heat else ():
+        print(f"figure: {path.resolve()}")
 
 
 COMMANDS = [_add_evaluate, _add_compare, _add_report, _add_needle]

@@ -28,8 +28,8 @@ from scaleinv.eval.loss import TOKENS, parse_lengths
 from scaleinv.files import write_text
 from scaleinv.machine import cpu_name
 from scaleinv.train.config import preset
-from scaleinv.train.logs import METRICS, read_metrics
-from scaleinv.train.store import WEIGHTS, read_config
+from scaleinv.train.logs import METRICS
+from scaleinv.train.store import CONFIG, read_config, weights_digest, weights_step
 from scaleinv.version import VERSION
 
 SWEPT = "scale-invariant-p-rope"
@@ -54,21 +54,35 @@ class Comparison:
     """Validation tokens; None for the evaluation's default."""
     tau: Sequence[float] = ()
     """Lengthscales of a sweep, for figure 5."""
+    device: str = "auto"
+    """To train and evaluate on; "auto" for a GPU where there is one."""
     jobs: int | None = None
-    """Processes at once; None for one a core."""
+    """Processes at once; None for one a core, or one on a GPU."""
     command: str | None = None
     """What the user typed, for the record."""
 
     def __post_init__(self) -> None:
         self.out = Path(self.out)
-        self.methods = methods.names() if list(self.methods) == ["all"] else list(self.methods)
+        self.methods = methods.names() if list(self.methods) == ["all"] else list(dict.fromkeys(self.methods))
+        self.tau = list(dict.fromkeys(self.tau))
         for name in self.methods:
             methods.row(name)
-        for name in ("seeds", "jobs"):
+        parse_lengths(self.lengths, 1)
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        for name in ("seeds", "tokens", "jobs"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
         schedule.check_parameters(list(self.tau) or schedule.TAU, schedule.HEIGHT, schedule.HEIGHT)
+
+
+class Stopped(RuntimeError):
+    """A signal ended the comparison; what was finished is kept."""
+
+    def __init__(self, number: int, out: Path) -> None:
+        super().__init__(f"stopped; run the same command again to go on with {out}")
+        self.signal = number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,22 +103,26 @@ class Job:
 def compare(plan: Comparison, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """Run the comparison, or what is left of it; writes and returns the summary."""
     jobs = _jobs(plan)
-    _check_runs(plan)
-    workers = plan.jobs or os.cpu_count() or 1
-    say(f"{len(jobs)} models to train for {len(plan.methods)} rows, {plan.seeds} seeds; {workers} at once")
-    runner = _Runner(plan, say, threads=max(1, (os.cpu_count() or 1) // workers))
+    _check_settings(plan)
+    cores = os.cpu_count() or 1
+    workers = min(plan.jobs or (cores if plan.device == "cpu" else 1), len(jobs))
+    seeds = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
+    say(f"{len(jobs)} models to train for {len(plan.methods)} rows, {seeds}; {workers} at once")
+    runner = _Runner(plan, say, threads=max(1, cores // workers))
     problems = []
     with runner, ThreadPoolExecutor(workers) as pool:
         pending = {pool.submit(runner.run, job): job for job in jobs}
         for done in as_completed(pending):
             error = done.exception()
+            if runner.stopped:
+                continue
             if error is not None:
                 problems.append(f"{pending[done].name}: {error}")
                 say(f"failed: {problems[-1]}")
             else:
                 summarize(plan)
     if runner.stopped:
-        raise RuntimeError(f"stopped; run the same command again to go on with {plan.out}")
+        raise Stopped(runner.stopped, plan.out)
     if problems:
         raise RuntimeError("some models failed: " + "; ".join(problems))
     return summarize(plan)
@@ -134,8 +152,10 @@ def summarize(plan: Comparison) -> dict[str, Any]:
                     sweep.setdefault(name, {}).setdefault(label, []).append(result)
     path = plan.out / "summary.json"
     earlier = json.loads(path.read_text()) if path.exists() else {}
-    loss = {row: {label: _over_seeds(values) for label, values in by.items()} for row, by in found.items()}
-    loss = {**earlier.get("loss", {}), **loss}  # rows that an earlier command asked for
+    alone = plan.seeds == 1
+    loss = {row: {label: _over_seeds(values, alone) for label, values in by.items()} for row, by in found.items()}
+    others = {row: by for row, by in earlier.get("loss", {}).items() if row not in plan.methods}
+    loss.update(others)  # that an earlier command asked for
     summary = {
         "loss": {row: loss[row] for row in methods.names() if row in loss},
         "needle": earlier.get("needle", {}),
@@ -145,9 +165,11 @@ def summarize(plan: Comparison) -> dict[str, Any]:
         summary["settings"]["needle"] = earlier["settings"]["needle"]
     write_text(path, json.dumps(summary, indent=1, ensure_ascii=False))
     if sweep:
-        ordered = sorted(sweep.items(), key=lambda item: float(item[0]))
-        values = {tau: {label: _over_seeds(x) for label, x in by.items()} for tau, by in ordered}
-        write_text(plan.out / "sweep.json", json.dumps({"tau": values}, indent=1))
+        path = plan.out / "sweep.json"
+        values = json.loads(path.read_text())["tau"] if path.exists() else {}
+        values.update({tau: {label: _over_seeds(x, alone) for label, x in by.items()} for tau, by in sweep.items()})
+        ordered = dict(sorted(values.items(), key=lambda item: float(item[0])))
+        write_text(path, json.dumps({"tau": ordered}, indent=1))
     return summary
 
 
@@ -158,7 +180,7 @@ class _Runner:
         self.plan, self.say, self.threads = plan, say, threads
         self.lock = threading.Lock()
         self.running: set[subprocess.Popen] = set()
-        self.stopped = False
+        self.stopped = 0  # the number of the signal
 
     def __enter__(self) -> _Runner:
         self.handlers: dict[int, Any] = {}
@@ -171,9 +193,9 @@ class _Runner:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def stop(self, *signal_and_frame: object) -> None:
+    def stop(self, number: int, frame: object) -> None:
         """Let every process save and leave."""
-        self.stopped = True
+        self.stopped = number
         with self.lock:
             for process in self.running:
                 process.terminate()
@@ -183,17 +205,18 @@ class _Runner:
         plan, run = self.plan, self.plan.out / "runs" / job.name
         if not _finished(run):
             self._call(job, ["train", *self._training(job, run)])
-        rows = [row for row in job.rows if not _evaluated(plan, _evaluation(plan, job, row))]
+        rows = [row for row in job.rows if not _evaluated(plan, run, _evaluation(plan, job, row))]
         if rows:
             folder = _evaluation(plan, job, rows[0]).parent
-            options = ["--methods", ",".join(rows), "--lengths", plan.lengths, "--out", str(folder)]
+            options = ["--methods", ",".join(rows), "--lengths", plan.lengths, "--device", plan.device]
+            options += ["--out", str(folder)]
             if plan.tokens is not None:
                 options += ["--tokens", str(plan.tokens)]
             self._call(job, ["evaluate", str(run), *options])
 
     def _training(self, job: Job, run: Path) -> list[str]:
         if (run / "config.json").exists():
-            return ["--resume", str(run)]
+            return ["--resume", str(run), "--device", self.plan.device]
         plan = self.plan
         options = {
             "--preset": plan.preset,
@@ -205,6 +228,7 @@ class _Runner:
             "--train-length": plan.train_length,
             "--tau": job.tau,
             "--seed": job.seed,
+            "--device": plan.device,
             "--keep": 1,
             "--out": run,
         }
@@ -224,6 +248,8 @@ class _Runner:
         )
         with self.lock:
             self.running.add(process)
+            if self.stopped:  # in between
+                process.terminate()
         last = ""
         assert process.stdout is not None
         for line in process.stdout:
@@ -258,44 +284,53 @@ def _evaluation(plan: Comparison, job: Job, row: str) -> Path:
     return folder / f"{row}-seed{job.seed}.json"
 
 
-def _check_runs(plan: Comparison) -> None:
-    """ValueError if the folder holds runs of other settings: they would mix silently."""
-    wanted = preset(plan.preset, train_length=plan.train_length)
+def _check_settings(plan: Comparison) -> None:
+    """ValueError if the folder holds a comparison of other settings: they would mix silently."""
+    usual = preset(plan.preset, train_length=plan.train_length)
+    wanted = {name: getattr(plan, name) for name in ("data", "val_data", "tokenizer")}
+    wanted["steps"] = plan.steps or usual.steps
+    wanted |= {name: getattr(usual.model, name) for name in ("layers", "width", "heads", "train_length")}
+    there = {}
+    path = plan.out / "summary.json"
+    if path.exists():
+        there[path] = json.loads(path.read_text())["settings"]
     for path in sorted((plan.out / "runs").glob("*/config.json")):
-        found = read_config(path.parent)[0]
-        pairs = {name: (getattr(found, name), getattr(plan, name)) for name in ("data", "val_data", "tokenizer")}
-        pairs["steps"] = (found.steps, plan.steps or wanted.steps)
-        for name in ("layers", "width", "heads", "train_length"):
-            pairs[name] = (getattr(found.model, name), getattr(wanted.model, name))
-        for name, (there, here) in pairs.items():
-            if there != here:
+        config = read_config(path.parent)[0]
+        there[path] = {**dataclasses.asdict(config.model), **dataclasses.asdict(config)}
+    for path, found in there.items():
+        for name, value in wanted.items():
+            if name in found and found[name] != value:
                 raise ValueError(
-                    f"{path.parent} was trained with {name}={there}, and {name}={here} is asked for: use another out"
+                    f"{path} is of a comparison with {name}={found[name]}, and {name}={value} is asked for: "
+                    "use another out"
                 )
 
 
-def _evaluated(plan: Comparison, path: Path) -> bool:
-    """Is the row evaluated, at all the lengths and on as many tokens as the plan asks for?"""
+def _evaluated(plan: Comparison, run: Path, path: Path) -> bool:
+    """Are these weights evaluated, at all the lengths and on as many tokens as the plan asks for?"""
     if not path.exists():
         return False
     found = json.loads(path.read_text())
-    labels = parse_lengths(plan.lengths, found["train_length"])
-    return found["lengths"].keys() >= labels.keys() and found.get("tokens") == (plan.tokens or TOKENS)
+    return (
+        found["lengths"].keys() >= parse_lengths(plan.lengths, 1).keys()
+        and found.get("tokens") == (plan.tokens or TOKENS)
+        and found.get("weights") == weights_digest(run)
+    )
 
 
 def _finished(run: Path) -> bool:
-    if not (run / WEIGHTS).exists():
-        return False
-    config, _ = read_config(run)
-    lines = read_metrics(run)
-    return bool(lines) and lines[-1]["step"] >= config.steps and "validation" in lines[-1]
+    return (run / CONFIG).exists() and weights_step(run) == read_config(run)[0].steps
 
 
-def _over_seeds(values: list[dict[str, float]]) -> dict[str, float | int | None]:
-    """Mean and standard error over seeds; of a single seed, the error over windows."""
+def _over_seeds(values: list[dict[str, float]], alone: bool) -> dict[str, float | int | None]:
+    """Mean and standard error over seeds; where all rows have a single seed, the error over windows."""
     means = [value["mean"] for value in values]
-    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else values[0]["stderr"]
-    return {"mean": statistics.fmean(means), "stderr": error, "seeds": len(means)}
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    return {
+        "mean": statistics.fmean(means),
+        "stderr": values[0]["stderr"] if alone else error,
+        "seeds": len(means),
+    }
 
 
 def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]:
@@ -305,14 +340,21 @@ def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]
         "command": plan.command,
         "preset": plan.preset,
         "data": plan.data,
+        "val_data": plan.val_data,
+        "tokenizer": plan.tokenizer,
         "corpus_sha256": corpus["sha256"] if corpus else None,
         "train_length": config.model.train_length if config else plan.train_length,
         "steps": config.steps if config else plan.steps,
         "batch_tokens": config.batch_tokens if config else None,
+        "learning_rates": {name: getattr(config, f"lr_{name}") for name in ("matrices", "embedding", "output")}
+        if config
+        else None,
         "layers": config.model.layers if config else None,
         "width": config.model.width if config else None,
         "heads": config.model.heads if config else None,
         "seeds": plan.seeds,
+        "lengths": plan.lengths,
+        "validation_tokens": plan.tokens or TOKENS,
         "stderr": "over seeds" if plan.seeds > 1 else "over validation windows",
         "machine": f"{cpu_name()}, {os.cpu_count()} cores",
         "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},

@@ -20,7 +20,7 @@ from scaleinv.data import TokenData, Tokenizer
 from scaleinv.eval.loss import parse_lengths
 from scaleinv.eval.needle_decode import read_samples
 from scaleinv.eval.needle_task import NeedleTask, make_sample
-from scaleinv.eval.needle_train import NeedleTraining, autocast, digest, finetune
+from scaleinv.eval.needle_train import NeedleTraining, autocast, finetune
 from scaleinv.model import GPT, PRESETS, GPTConfig
 from scaleinv.train import store
 
@@ -86,8 +86,7 @@ def evaluate(
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if not lengths:
         raise ValueError("lengths must name at least one length, got none")
-    head = {"task": dataclasses.asdict(dataclasses.replace(task, length=1)), "seed": seed, **(settings or {})}
-    done = _open_records(records, head) if records is not None else {}
+    done = _open_records(records, _head(task, seed, settings or {})) if records is not None else {}
     was_training = model.training
     model.eval()
     results = {}
@@ -157,6 +156,11 @@ def _accuracy(correct: Iterable[bool]) -> dict[str, float]:
     return {"accuracy": sum(outcomes) / len(outcomes), "low": low, "high": high}
 
 
+def _head(task: NeedleTask, seed: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What samples depend on, but for their lengths."""
+    return {"task": dataclasses.asdict(dataclasses.replace(task, length=1)), "seed": seed, **settings}
+
+
 def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], Record]:
     """What a file of records has already, by length and index; its first line says what made it."""
     head = json.loads(json.dumps(head))
@@ -168,7 +172,10 @@ def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], 
             except ValueError:  # what a killed run left half written
                 continue
     if lines and lines[0] != {"settings": head}:
-        raise ValueError(f"records {path} were made with other settings: delete the file, or choose another folder")
+        raise ValueError(
+            f"records {path} are of another run, task or training (see its first line): delete the file, "
+            "or choose another folder"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = lines[1:]
     store.write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
@@ -201,7 +208,8 @@ def run_needle(
     """Fine-tune a run on the needle task at its training length, then ask it at each length; results by row.
 
     Writes ``out/needle/<row>.json`` (the result), ``<row>.jsonl`` (every sample) and ``models/`` (what was fine-tuned).
-    Stopped at any moment, the same call goes on where it was.
+    Stopped at any moment, the same call goes on where it was; other lengths join those that are there. A folder takes
+    one task, and one run for each row: others are refused.
 
     Args:
         lengths: multiples of the training length ("4x") or tokens.
@@ -228,6 +236,21 @@ def run_needle(
     corpus = store.run_corpus(config)
     for length in named.values():  # a length that cannot be made is found out before the fine-tuning
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
+    settings = {
+        "train_length": config.model.train_length,
+        "task": dataclasses.asdict(task),
+        "training": training.to_json(),
+        "samples_seed": seed,
+        "corpus": corpus.description,
+    }
+    heads = {
+        row: {"row": row, "run": store.weights_digest(run), "training": settings["training"], "corpus": corpus.sha256}
+        for row in rows
+    }
+    for row, head in heads.items():
+        _open_records(folder / f"{row}.jsonl", _head(task, seed, head))
+    if summary:
+        _check_summary(folder.parent, rows, settings)
     finetuned = folder / "models" / f"{trained_as}-seed{config.seed}"
     anywhere = dataclasses.replace(task, depth=None)  # a depth is asked for, not trained for
     finetune(run, finetuned, anywhere, training, corpus=corpus, device=device, say=progress)
@@ -244,28 +267,28 @@ def run_needle(
             samples=samples,
             seed=seed,
             records=folder / f"{row}.jsonl",
-            settings={"row": row, "weights": digest(finetuned / store.WEIGHTS), "corpus": corpus.sha256},
+            settings=heads[row],
             batch_tokens=65_536 if torch.device(device).type == "cuda" else 16_384,
             progress=progress,
         )
-        results[row] = {
-            "row": row,
-            "seed": config.seed,
-            "settings": {
-                "train_length": config.model.train_length,
-                "task": dataclasses.asdict(task),
-                "training": dataclasses.asdict(training),
-                "samples_seed": seed,
-                "corpus": corpus.description,
-            },
-            "lengths": found,
-        }
-        store.write_text(folder / f"{row}.json", json.dumps(results[row], indent=1, ensure_ascii=False))
+        path = folder / f"{row}.json"
+        earlier = json.loads(path.read_text())["lengths"] if path.exists() else {}
+        results[row] = {"row": row, "seed": config.seed, "settings": settings, "lengths": {**earlier, **found}}
+        store.write_text(path, json.dumps(results[row], indent=1, ensure_ascii=False))
         for label, at in found.items():
             progress(f"{row} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
     if summary:
         write_summary(folder.parent, results)
     return results
+
+
+def _check_summary(folder: Path, rows: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """ValueError if the folder's summary has other rows of another task: one table cannot hold both."""
+    path = folder / SUMMARY
+    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    there = values.get("settings", {}).get("needle")
+    if set(values.get("needle", {})) - set(rows) and there != json.loads(json.dumps(settings)):
+        raise ValueError(f"{path} has needle results of another task or training: choose another folder")
 
 
 def write_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
@@ -280,5 +303,6 @@ def write_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
             for label, at in result["lengths"].items()
         }
         values.setdefault("settings", {})["needle"] = result["settings"]
+        values["settings"].setdefault("train_length", result["settings"]["train_length"])
     store.write_text(path, json.dumps(values, indent=1, ensure_ascii=False))
     return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -73,6 +72,10 @@ class NeedleTraining:
         """For `NeedleTask.mini`: short samples first, which have more answers in a step."""
         return cls(steps=900, warmup=30, decay=600, sequences=8, short=300, growth=300)
 
+    def to_json(self) -> dict[str, Any]:
+        """What the result depends on."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if not name.endswith("_every")}
+
     def scaled(self, steps: int) -> NeedleTraining:
         """The same training in another number of steps: warm-up, decay and the rest take the same shares."""
         shares = {name: getattr(self, name) * steps // self.steps for name in ("warmup", "decay", "short", "growth")}
@@ -124,9 +127,9 @@ def finetune(
     model, config = store.load_model(run, device)
     corpus = corpus or store.run_corpus(config)
     settings = {
-        "weights": digest(run / store.WEIGHTS),
+        "weights": store.weights_digest(run),
         "task": dataclasses.asdict(task),
-        "training": {k: v for k, v in dataclasses.asdict(training).items() if not k.endswith("_every")},
+        "training": training.to_json(),
     }
     _claim(out, settings)
     optimizers = build_optimizers(model, config)
@@ -164,7 +167,7 @@ def finetune(
     finally:
         metrics.close()
     weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
-    store.write_weights(out, checkpoint.to_cpu(weights))
+    store.write_weights(out, checkpoint.to_cpu(weights), training.steps)
     return out
 
 
@@ -216,7 +219,3 @@ def _claim(out: Path, settings: dict[str, Any]) -> None:
     elif json.loads(path.read_text()) != json.loads(text):
         raise ValueError(f"out {out} holds a fine-tuning of another run, task or training (see {path}): choose another")
     checkpoint.remove_partial(out / store.CHECKPOINTS)
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

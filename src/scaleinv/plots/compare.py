@@ -252,7 +252,8 @@ def needle_depths(folder: Path, train_length: int | None) -> HeatMap | None:
     for path in sorted(folder.glob("*.json")):
         data = mapping(read_json(path), str(path))
         depths = rows.setdefault(_row(data, path), defaultdict(dict))
-        results[_row(data, path)] = {**data, "settings": {"train_length": train_length}}
+        own = mapping(data.get("settings", {}), f"{path}: settings")
+        results[_row(data, path)] = {**data, "settings": {"train_length": train_length, **own}}
         for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
             where = f"{path}: {key}"
             multiple(key, train_length, str(path))

@@ -117,7 +117,9 @@ def preset(name: str, method: str = "scale-invariant-p-rope", train_length: int 
         changes["train_length"] = train_length
     model = model_preset(name, **changes)
     if name == "mini":
-        return TrainConfig(model=model, batch_tokens=max(4096, model.train_length), val_every=200, val_tokens=65_536)
+        length = model.train_length
+        batch = -(-4096 // length) * length  # whole sequences
+        return TrainConfig(model=model, batch_tokens=batch, val_every=200, val_tokens=max(65_536, 16 * length))
     paper = TrainConfig(
         model=model,
         steps=4578,

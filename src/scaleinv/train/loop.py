@@ -167,7 +167,7 @@ class _Run:
                 return Result(step, False, number, {})
         if not validation:  # resumed after the last step
             validation = self._validate()
-            if not (self.folder / store.WEIGHTS).exists():
+            if here.any(here.first and store.weights_step(self.folder) != step):
                 self._save(step)
         return Result(step, True, None, validation)
 
@@ -224,7 +224,7 @@ class _Run:
         checkpoint.save(self.checkpoints, step, self.tensors, extra, self.config.keep)
         if self.here.first:
             try:
-                store.write_weights(self.folder, weights)
+                store.write_weights(self.folder, weights, step)
             except OSError as error:
                 raise checkpoint.CheckpointError(f"weights could not be written to {self.folder}: {error}") from error
         self.here.barrier()

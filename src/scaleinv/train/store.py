@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -52,13 +53,29 @@ def read_config(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
         raise ValueError(f"{path} cannot be read as a run's configuration: {error}") from error
 
 
-def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """model.safetensors, whole or not at all."""
+def write_weights(folder: Path, weights: dict[str, Tensor], step: int) -> None:
+    """model.safetensors after so many steps, whole or not at all."""
     from safetensors.torch import save_file
 
     temporary = folder / f".{WEIGHTS}.partial"
-    save_file(weights, temporary, metadata={"format": "pt"})
+    save_file(weights, temporary, metadata={"format": "pt", "step": str(step)})
     os.replace(temporary, folder / WEIGHTS)
+
+
+def weights_step(folder: Path) -> int | None:
+    """The step that model.safetensors is of; None where there is none, or it does not say."""
+    from safetensors import safe_open
+
+    if not (folder / WEIGHTS).exists():
+        return None
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        step = (file.metadata() or {}).get("step")
+    return None if step is None else int(step)
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of model.safetensors."""
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def load_model(

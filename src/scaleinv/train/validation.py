@@ -35,15 +35,18 @@ class LengthLoss:
 
 
 def usable_tokens(total: int, wanted: int, lengths: list[int]) -> int:
-    """The largest count up to ``wanted`` that every window length divides and that the data has a target for."""
-    step = math.lcm(*lengths)
-    count = min(wanted, total - 1) // step * step
-    if count == 0:
+    """The largest count up to ``wanted`` that every window length divides and that the data has a target for.
+
+    Where there is none, the longest length divides it, and shorter ones leave out what is not a whole window.
+    """
+    longest, most = max(lengths), min(wanted, total - 1)
+    if most < longest:
         raise ValueError(
-            f"validation at lengths {', '.join(map(str, lengths))} needs at least {step + 1} tokens, "
+            f"validation at length {longest} needs at least {longest + 1} tokens, "
             f"but there are {total} (of which {wanted} are asked for)"
         )
-    return count
+    step = math.lcm(*lengths)
+    return most // step * step or most // longest * longest
 
 
 @torch.no_grad()
