@@ -43,12 +43,12 @@ __all__ = ["terminal_table", "write_report"]
 
 CAPTIONS = {
     "figure1-gaussian": "Figure 1, top: entropy and share of recent tokens against context length, Gaussian scores.",
-    "figure1-model": "Figure 1, bottom: the same with the scores of trained models.",
+    "figure1-model": "Figure 1, bottom: entropy and share of recent tokens against context length, trained models.",
     "figure2": "Figure 2: expected entropy inside [t, tΔ), scale-invariant logits.",
     "figure6": "Figure 6: expected entropy inside [t, tΔ), plain logits.",
     "ranges": "Attention by range of distances, in a trained model.",
-    "qq-rotary": "Figures 9 – 14: quantiles of a model's scores against a Gaussian's.",
-    "qq-no-rotary": "Figures 9 – 14: the same without the rotary embedding.",
+    "qq-rotary": "Figures 9 – 14: quantiles of a model's scores against a Gaussian's, with the rotary embedding.",
+    "qq-no-rotary": "Figures 9 – 14: quantiles of a model's scores against a Gaussian's, without the rotary embedding.",
 }
 """Of figures that the analysis makes; others are captioned with their names."""
 
@@ -316,8 +316,9 @@ def _analysis(folder: Path) -> str:
         data = base64.b64encode(image.read_bytes()).decode()
         place = stem.relative_to(folder).as_posix()
         caption = escape(f"{CAPTIONS[stem.name]} ({place})" if stem.name in CAPTIONS else place)
+        link = escape(f"{folder.name}/{image.relative_to(folder).as_posix()}")
         figures.append(
-            f'<figure><img src="data:image/{kind};base64,{data}" alt="{caption}">'
+            f'<figure><a href="{link}"><img src="data:image/{kind};base64,{data}" alt="{caption}"></a>'
             f"<figcaption>{caption}</figcaption></figure>\n"
         )
     return "".join(figures)
@@ -352,9 +353,10 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 def _title(summary: Summary) -> str:
     keys = lengths_of(summary.loss, summary.train_length)
     rows = len(summary.loss)
-    if len(keys) < 2:
+    if len(keys) < 2 or rows < 2:
         return "Scale-invariant attention, compared"
-    return f"{rows} kinds of attention at {length_label(keys[0])} to {length_label(keys[-1])} the training length"
+    unit = " the training length" if all(key.endswith("x") for key in (keys[0], keys[-1])) else ""
+    return f"{rows} kinds of attention at {length_label(keys[0])} to {length_label(keys[-1])}{unit}"
 
 
 def _luminance(color: str) -> float:
