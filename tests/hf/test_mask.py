@@ -60,7 +60,7 @@ def test_regular_steps_build_nothing_quadratic_and_agree_with_the_general_path(
         monkeypatch.setattr(masks, "_pattern", lambda *_: None)
         made.clear()
         general = run(model, tokens, how)
-        assert all(isinstance(mask, Tensor) and mask.dtype == torch.int32 for mask in made)
+        assert all(isinstance(mask, Tensor) and mask.dtype == masks.MARKED for mask in made)
     finally:
         AttentionMaskInterface.register(ATTENTION, masks.attention_mask)
     if how == "packed" and model_type == "gpt_oss":
@@ -87,7 +87,7 @@ def test_regular_step_goes_through_scaleinv_attention(
 def distances(**kwargs: Any) -> Tensor:
     mask = masks.attention_mask(batch_size=1, **kwargs)
     assert isinstance(mask, Tensor)
-    return mask[0, 0]
+    return mask[0, 0].view(torch.int32)
 
 
 def test_distances_of_a_decoding_step() -> None:
@@ -109,17 +109,20 @@ def test_unknown_patterns_take_the_general_path(stock: Stock, tokens: Tensor) ->
     model = scaleinv.hf.convert(stock("llama"))
     blocks = torch.tensor([[-1, 0, 0, -1]])
     mask = create_causal_mask(model.config, torch.empty(1, 4, 0), None, None, block_sequence_ids=blocks)
-    assert mask[0, 0].tolist() == [[0, -1, -1, -1], [1, 0, 1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
+    assert mask[0, 0].view(torch.int32).tolist() == [[0, -1, -1, -1], [1, 0, 1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
     mask = create_causal_mask(
         model.config, torch.empty(1, 3, 0), None, None, and_mask_function=lambda b, h, i, j: j > 0
     )
-    assert mask[0, 0].tolist() == [[-1, -1, -1], [-1, 0, -1], [-1, 1, 0]]
+    assert mask[0, 0].view(torch.int32).tolist() == [[-1, -1, -1], [-1, 0, -1], [-1, 1, 0]]
 
 
 def test_refuses_what_carries_no_positions(stock: Stock, tokens: Tensor) -> None:
     model = scaleinv.hf.convert(stock("llama"))
-    with pytest.raises(ValueError, match="4-D mask"):
-        model(tokens, attention_mask=torch.ones(2, 1, 40, 40, dtype=torch.bool))
+    for dtype in (torch.bool, torch.int32, torch.int64, torch.float32):
+        with pytest.raises(ValueError, match="4-D mask"):
+            model(tokens, attention_mask=torch.ones(2, 1, 40, 40, dtype=dtype))
+    with pytest.raises(AttributeError, match="asks its attention mask for 'dtype'"):
+        Regular(0).dtype  # noqa: B018
     layer = model.model.layers[0].self_attn
     x = torch.zeros(1, 4, 3, 8)
     with pytest.raises(ValueError, match="attention_mask must come from the mask function"):
@@ -130,6 +133,30 @@ def test_refuses_what_carries_no_positions(stock: Stock, tokens: Tensor) -> None
         attention_forward(layer, x, x, x, Regular(0), position_ids=torch.zeros(3, 1, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="position_bias"):
         attention_forward(layer, x, x, x, Regular(0), position_bias=x)
+
+
+def test_a_mask_means_one_document(stock: Stock, model_type: str, tokens: Tensor) -> None:
+    """Positions that jump are packed documents only where no mask is given, as in the stock model."""
+    positions = torch.cat([torch.arange(17), torch.arange(100, 123)])[None]
+    mask = torch.ones_like(tokens)
+    inputs = {"position_ids": positions, "attention_mask": mask, "use_cache": False}
+    model = stock(model_type)
+    with torch.no_grad():
+        expected = model(tokens, **inputs).logits
+        scaleinv.hf.convert(model, tau=1e12, p=None)
+        got = model(tokens, **inputs).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    model.train()
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(model(tokens, **inputs).logits, expected, atol=1e-4, rtol=0)
+
+
+def test_hooks_move_what_the_layers_share() -> None:
+    """Of a model on several devices."""
+    operations = pytest.importorskip("accelerate.utils.operations")
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    moved = operations.send_to_device({"mask": Regular(0, 5, ids.bool(), ids)}, "meta")["mask"]
+    assert (moved.key_mask.device.type, moved.document_ids.device.type, moved.window) == ("meta", "meta", 5)
 
 
 def test_attention_dropout(stock: Stock, tokens: Tensor) -> None:

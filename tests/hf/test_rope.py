@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, HunYuanDenseV1Config, LlamaConfig, PhimoeConfig, PreTrainedModel
 
 import scaleinv.hf
 from scaleinv.hf.rope import BASE_TYPES
@@ -99,6 +99,28 @@ def test_unsupported_rotary_raises_and_leaves_the_model_alone() -> None:
     assert scaleinv.hf.conversion(model) is None
     assert model.config._attn_implementation == "sdpa"
     assert scaleinv.hf.conversion(scaleinv.hf.convert(model, p=None)) is not None
+
+
+def test_rotary_modules_of_their_own_kind_raise_and_leave_the_model_alone() -> None:
+    size = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    alpha = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10_000.0}
+    configs = (
+        HunYuanDenseV1Config(**size, **heads, head_dim=16, rope_parameters=alpha),  # "dynamic" by name alone
+        PhimoeConfig(**size, **heads, num_local_experts=2),  # its forward asks the rotary type
+    )
+    for config in configs:
+        model = AutoModelForCausalLM.from_config(config).eval()
+        before, tokens = frequencies(model), torch.arange(9)[None]
+        with torch.no_grad():
+            expected = model(tokens).logits
+            with pytest.raises(ValueError, match="p=None"):
+                scaleinv.hf.convert(model)
+            assert scaleinv.hf.conversion(model) is None
+            assert all(torch.equal(x, before[name]) for name, x in frequencies(model).items())
+            assert torch.equal(model(tokens).logits, expected)
+            scaleinv.hf.convert(model, p=None, tau=1e12)
+            torch.testing.assert_close(model(tokens).logits, expected, atol=1e-4, rtol=0)
 
 
 def test_frequencies_of_a_kind_we_do_not_know_raise() -> None:

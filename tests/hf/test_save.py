@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
@@ -115,6 +116,17 @@ def test_stock_classes_and_other_attention_are_refused(stock: Stock, tmp_path: P
     assert AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="scaleinv") is not None
 
 
+@pytest.mark.parametrize("p", [0.5, None])
+def test_stock_configs_made_of_a_converted_one_are_refused(stock: Stock, tmp_path: Path, p: float | None) -> None:
+    model = scaleinv.hf.convert(stock("llama"), p=p)
+    for values in (model.config.to_dict(), model.config.to_diff_dict()):
+        values.pop("model_type")
+        with pytest.raises(ValueError, match="Auto class"):
+            AutoModelForCausalLM.from_config(LlamaConfig(**values))
+    again = type(model.config).from_dict(model.config.to_dict())
+    assert scaleinv.hf.conversion(AutoModelForCausalLM.from_config(again)) == scaleinv.hf.conversion(model)
+
+
 def test_newer_settings_are_refused(stock: Stock, tmp_path: Path) -> None:
     scaleinv.hf.convert(stock("llama")).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
@@ -157,3 +169,8 @@ def test_composite_models_convert_only_the_text_part(tokens: Tensor, tmp_path: P
     with pytest.raises(ValueError, match="Auto class"):
         Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "0", attn_implementation="sdpa")
     assert torch.equal(logits(scaleinv.hf.revert(model), tokens), plain)
+    # The text part converted by itself: its settings do not come back with the whole, so the whole is refused.
+    scaleinv.hf.convert(model.model.language_model, p=None)
+    model.save_pretrained(tmp_path / "part")
+    with pytest.raises(ValueError, match="Auto class"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "part")

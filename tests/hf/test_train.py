@@ -67,6 +67,16 @@ def test_compiles_in_one_graph(stock: Stock, model_type: str, tokens: Tensor) ->
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
+def test_compiles_for_any_length(stock: Stock, tokens: Tensor) -> None:
+    model = scaleinv.hf.convert(stock("llama"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for length in (40, 33):
+            expected = model(tokens[:, :length], use_cache=False).logits
+            torch.testing.assert_close(compiled(tokens[:, :length], use_cache=False).logits, expected)
+
+
 def test_compiles_decoding_with_a_static_cache(stock: Stock, tokens: Tensor) -> None:
     model = scaleinv.hf.convert(stock("llama"))
     torch._dynamo.reset()

@@ -160,6 +160,11 @@ class GPT2Tokenizer(Tokenizer):
             explicit_n_vocab=self.vocab_size,
         )
 
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        """The ids of all tokens but the end of text; of two pairs, that of the lower id is joined first."""
+        return self._encoding._mergeable_ranks
+
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._encoding.encode_ordinary(text), dtype=np.uint16)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scaleinv.hf.mask import Regular
+from scaleinv.hf.mask import MARKED, Regular
 from scaleinv.logits import LogitTransform
 from scaleinv.ops.api import attention
 
@@ -58,14 +58,16 @@ def attention_forward(
         out = _regular(query, key, value, logits, attention_mask, scale, s_aux)
     else:
         if isinstance(attention_mask, Regular):
-            attention_mask = attention_mask.distances(query.shape[2], key.shape[2], query.device)
-        if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32:
+            distance = attention_mask.distances(query.shape[2], key.shape[2], query.device)
+        elif isinstance(attention_mask, Tensor) and attention_mask.dtype == MARKED:
+            distance = attention_mask.view(torch.int32)
+        else:
             raise ValueError(
                 "attention_mask must come from the mask function of scaleinv.hf, which knows where the keys stand, got "
                 f"{_describe(attention_mask)}. Pass the model a 2-D attention_mask, or none; a ready-made 4-D mask "
                 "and models that do not build masks with transformers.masking_utils are not supported"
             )
-        out = by_distance(query, key, value, logits, attention_mask, scale, softcap, s_aux, dropout)
+        out = by_distance(query, key, value, logits, distance, scale, softcap, s_aux, dropout)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -46,9 +46,6 @@ class Saved:
         values["model_type"] = MODEL_TYPE
         if values.get("architectures"):
             values["architectures"] = [ARCHITECTURE + name for name in values["architectures"]]
-        for part in [values, *values.values()]:
-            if isinstance(part, dict) and "scaleinv" in part:
-                part["attn_implementation"] = MARKER
         values["transformers_weights"] = MARKER
         return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
@@ -56,6 +53,10 @@ class Saved:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if config_dict.get("model_type") == MODEL_TYPE:
             return restore(config_dict, **kwargs)
+        settings = getattr(cls, "settings", None)
+        if settings is not None and settings.p is None:  # what to_dict made of it
+            config_dict = copy.deepcopy(config_dict)
+            rope.unwrap(config_dict.get("rope_parameters"))
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def validate(self) -> None:
@@ -75,13 +76,20 @@ class Converted(Saved):
     settings: Settings
     logit_transforms: tuple[LogitTransform, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """With marks: a stock config that is made of it, or holds it as a part, must not pass for one."""
+        values = {**super().to_dict(), "attn_implementation": MARKER}  # type: ignore[misc]
+        if self.settings.p is None:
+            rope.mark(values.get("rope_parameters"))
+        return values
+
     @property
     def _attn_implementation_internal(self) -> str:
         return ATTENTION
 
     @_attn_implementation_internal.setter
     def _attn_implementation_internal(self, value: str | None) -> None:
-        if value not in (None, ATTENTION):
+        if value not in (None, ATTENTION, MARKER):
             raise ValueError(
                 f"this model is converted to {self.settings.logits} attention and cannot run with "
                 f"attn_implementation={value!r}: call scaleinv.hf.revert(model) first"

@@ -63,21 +63,37 @@ def convert(
     _set_attention(model, text, configs.ATTENTION)
     try:
         configs.apply(model.config, settings)
-    except ValueError:
+        if p is not None:
+            rope.refresh(model, text)
+            rope.try_out(model, text)
+    except Exception:
+        if conversion(model) is not None:
+            configs.remove(model.config)
+            rope.refresh(model, text)
         _set_attention(model, text, settings.stock_attention)
         raise
-    if p is not None:
-        rope.refresh(model, text)
     return model
 
 
-def revert(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `convert`, in place: the stock attention and rotary embedding, with the weights as they are now."""
+def revert(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
+    """Undo `convert`, in place: the stock attention and rotary embedding, with the weights as they are now.
+
+    Args:
+        attn_implementation: None for what the model had when it was converted; ValueError, and the model stays
+            converted, where that is not to be had.
+    """
     if conversion(model) is None:
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
     settings = configs.remove(model.config)
     text = model.config.get_text_config()
-    _set_attention(model, text, settings.stock_attention)
+    wanted = attn_implementation or settings.stock_attention
+    try:
+        _set_attention(model, text, wanted)
+    except (ImportError, ValueError) as error:
+        configs.apply(model.config, settings)
+        raise ValueError(
+            f"the model cannot go back to attn_implementation={wanted!r} here, pass another one: {error}"
+        ) from error
     if settings.p is not None:
         rope.refresh(model, text)
     return model
@@ -104,12 +120,21 @@ def convert_folder(
         raise ValueError(f"out must be a new or an empty folder, got {os.fspath(out)}")
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     convert(model, tau=tau, p=p, **options)
+    tokenizer = _tokenizer(source)
     model.save_pretrained(out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(out)
+
+
+def _tokenizer(source: str | os.PathLike[str]) -> Any:
+    """The tokenizer that goes with a model; None for a folder without one."""
+    folder = Path(source)
+    if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):  # a folder without a tokenizer
-        return
-    tokenizer.save_pretrained(out)
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the tokenizer of {os.fspath(source)} cannot be loaded: {error}") from error
 
 
 def _convertible(model: PreTrainedModel) -> PreTrainedConfig:

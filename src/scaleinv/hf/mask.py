@@ -4,8 +4,8 @@ Only the mask function sees both offsets (query and key) and the 2-D padding mas
 
 - a regular step (prefill, training: positions without holes) becomes a `Regular`, which `scaleinv.attention` takes as
   it is, with nothing of size N × N;
-- everything else (decoding, holes, masks we do not recognise) becomes an int32 tensor ``[B, 1, Nq, Nk]`` that holds the
-  distance of each visible pair and HIDDEN elsewhere.
+- everything else (decoding, holes, masks we do not recognise) becomes a tensor ``[B, 1, Nq, Nk]`` that holds the
+  distance of each visible pair and HIDDEN elsewhere. Its int32 go as MARKED, a dtype that no mask of a user's has.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from scaleinv.ops.masks import Geometry, pair_mask
 
 HIDDEN = -1
+MARKED = torch.uint32
 
 
 @dataclasses.dataclass
@@ -33,12 +34,26 @@ class Regular:
     key_mask: Tensor | None = None
     document_ids: Tensor | None = None
     asked: bool = False
+    """No packed documents to look for: that is done, or there was a mask, with which transformers never packs."""
 
     # `generate` prepares masks for static caches ahead of the model, and asks of them these two things of a tensor.
     ndim = 4
 
     def contiguous(self) -> Regular:
         return self
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> Regular:
+        """For accelerate, whose hooks move what a layer gets to the layer's device."""
+        key_mask, document_ids = (
+            None if x is None else x.to(device, **kwargs) for x in (self.key_mask, self.document_ids)
+        )
+        return dataclasses.replace(self, key_mask=key_mask, document_ids=document_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the model asks its attention mask for {name!r}: models that work on masks themselves are not supported "
+            "by scaleinv.hf"
+        )
 
     def split(self, position_ids: Tensor, keys: int) -> None:
         """Tell packed documents apart by ``position_ids [B, Nq]`` that do not follow on one another.
@@ -110,7 +125,7 @@ def attention_mask(
         count = _padded(attention_mask, kv_length, kv_offset).cumsum(-1)
         query, key = count[:, query[0]], count[:, key[0]]
     distance = (query[:, :, None] - key[:, None, :]).abs()[:, None]
-    return torch.where(visible, distance, HIDDEN).to(torch.int32)
+    return torch.where(visible, distance, HIDDEN).to(torch.int32).view(MARKED)
 
 
 def _padded(mask: Tensor, kv_length: int, kv_offset: int) -> Tensor:
@@ -170,4 +185,4 @@ def _regular(
         document_ids = F.pad((~joined).cumsum(1), (1, 0))
         if not compiling and not bool(document_ids.any()):
             document_ids = None
-    return Regular(int(q_offset) - kv_offset, window, key_mask, document_ids)
+    return Regular(int(q_offset) - kv_offset, window, key_mask, document_ids, asked=padding is not None)

@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scaleinv.data import BPETokenizer, ByteTokenizer, Tokenizer
+from scaleinv.data import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
 from scaleinv.data.tokenizers import END_OF_TEXT
 from scaleinv.model import GPT, GPTConfig, KVCache
 from scaleinv.train.store import load_model, run_tokenizer
@@ -41,7 +43,7 @@ class ScaleInvGPTConfig(PreTrainedConfig):
     def __init__(self, gpt: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self.gpt = dataclasses.asdict(GPTConfig(**(gpt or {})))
         self.width, self.layers, self.heads = (self.gpt[name] for name in ("width", "layers", "heads"))
-        self.vocab_size = self.gpt["vocab_size"]
+        self.vocab_size = kwargs.pop("vocab_size", self.gpt["vocab_size"])  # another one after resizing
         kwargs.setdefault("max_position_embeddings", 64 * self.gpt["train_length"])
         self.max_position_embeddings = kwargs.pop("max_position_embeddings")
         super().__init__(**{**kwargs, "tie_word_embeddings": False})
@@ -57,7 +59,7 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: ScaleInvGPTConfig) -> None:
         super().__init__(config)
-        self.gpt = GPT(GPTConfig(**config.gpt))
+        self.gpt = GPT(GPTConfig(**{**config.gpt, "vocab_size": config.vocab_size}))
         self.post_init()
 
     def _init_weights(self, module: Any) -> None:
@@ -71,32 +73,50 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> Any:
         return self.gpt.embedding
 
+    def set_input_embeddings(self, value: Any) -> None:
+        self.gpt.embedding = value
+
     def get_output_embeddings(self) -> Any:
         return self.gpt.output
+
+    def set_output_embeddings(self, value: Any) -> None:
+        self.gpt.output = value
 
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """As every causal model of transformers; padding goes by ``attention_mask`` ``[B, past + N]``."""
+        """As every causal model of transformers; padding goes by ``attention_mask`` ``[B, past + N]``.
+
+        Without a mask and a cache, ``position_ids`` that start anew tell packed documents apart.
+        """
+        for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
+            value = kwargs.get(name)
+            if value is not None and value is not False:
+                raise ValueError(f"{name} is not supported by {type(self).__name__}")
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(f"attention_mask must have shape [batch, length], got {list(attention_mask.shape)}")
         cached = past_key_values is not None or bool(use_cache)
         if cached and (self.gpt.method.infini or self.gpt.method.stretch):
             raise ValueError(f"{self.gpt.config.method} keeps no transformers cache: call with use_cache=False")
         cache = _Adapter(past_key_values or DynamicCache()) if cached else None
-        hidden = self.gpt.hidden(input_ids, cache=cache, key_mask=_key_mask(attention_mask, cache, input_ids))
+        key_mask = _key_mask(attention_mask, cache, input_ids)
+        document_ids = None
+        if position_ids is not None and attention_mask is None:
+            document_ids = _document_ids(position_ids.expand(input_ids.shape), cached)
+        hidden = self.gpt.hidden(input_ids, cache=cache, document_ids=document_ids, key_mask=key_mask)
         keep = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.gpt.output(hidden[:, keep])
         loss: Any = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache.cache if cache else None)
 
 
@@ -121,11 +141,32 @@ def _key_mask(attention_mask: Tensor | None, cache: _Adapter | None, tokens: Ten
     length = tokens.shape[1] + (cache.length if cache else 0)
     if mask.shape[1] < length:
         raise ValueError(f"attention_mask must cover all {length} tokens, past ones too, got {mask.shape[1]}")
-    return mask[:, :length]
+    mask = mask[:, :length]
+    if torch.compiler.is_compiling():  # a compiled graph cannot ask what is in it
+        return mask
+    if bool(mask.all()):
+        return None
+    if bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any()):
+        raise ValueError("attention_mask has padding inside a text, which is not supported: pad on the left")
+    return mask
+
+
+def _document_ids(position_ids: Tensor, cached: bool) -> Tensor | None:
+    """``[B, N]`` of packed documents; None for a single one."""
+    starts = position_ids.diff(dim=1) != 1
+    if not torch.compiler.is_compiling():
+        if not bool(starts.any()):
+            return None
+        if cached:
+            raise ValueError("position_ids must follow on one another with a cache: call with use_cache=False")
+    return None if cached else F.pad(starts.cumsum(1), (1, 0))
 
 
 def export(run: str | Path, out: str | Path) -> Path:
     """Write a training run as a folder for AutoModelForCausalLM and AutoTokenizer; returns it."""
+    out = Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"out must be a new or an empty folder, got {out}")
     gpt, config = load_model(run)
     shape = dataclasses.asdict(config.model)
     model = ScaleInvGPTForCausalLM(ScaleInvGPTConfig(shape))
@@ -136,7 +177,6 @@ def export(run: str | Path, out: str | Path) -> Path:
     model.generation_config.bos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.eos_token_id
     model.generation_config.use_cache = model.config.use_cache
-    out = Path(out)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     return out
@@ -153,11 +193,16 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         backend.add_special_tokens([END_OF_TEXT])
     elif isinstance(tokenizer, BPETokenizer):
         backend = library.Tokenizer.from_str(tokenizer.to_json())
+    elif isinstance(tokenizer, GPT2Tokenizer):
+        ranks = tokenizer.ranks
+        vocabulary = {"".join(map(_character, token)): rank for token, rank in ranks.items()}
+        merges = [("".join(map(_character, a)), "".join(map(_character, b))) for a, b in _merges(ranks)]
+        backend = library.Tokenizer(library.models.BPE(vocabulary, merges))
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = library.decoders.ByteLevel()
+        backend.add_special_tokens([END_OF_TEXT])
     else:
-        raise ValueError(
-            f"tokenizer {tokenizer.name!r} is not exported: load it in transformers by its own name, "
-            'AutoTokenizer.from_pretrained("openai-community/gpt2")'
-        )
+        raise ValueError(f"tokenizer {tokenizer.name!r} cannot be exported")
     backend.post_processor = library.processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.end_of_text)]
     )
@@ -170,6 +215,21 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """The pairs that make the tokens of a byte-level BPE, in order: what is left of each when it is all but made."""
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            found = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
+            place = found.index(min(found))
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        if len(parts) == 2:
+            merges.append((parts[0], parts[1]))
+    return merges
+
+
+@functools.cache
 def _character(byte: int) -> str:
     """How byte-level tokenizers write a byte: itself where it is printable, else the next free character above 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -42,12 +42,25 @@ def wrap(config: PreTrainedConfig, p: float) -> None:
         values.update(rope_type=PREFIX + values.get("rope_type", "default"), p=p)
 
 
+def mark(parameters: dict[str, Any] | None) -> None:
+    """Rename the types in a ``rope_parameters`` dictionary, nested by layer type or not, so that only we know them."""
+    for values in _typed(parameters):
+        if not values["rope_type"].startswith(PREFIX):
+            values["rope_type"] = PREFIX + values["rope_type"]
+
+
 def unwrap(parameters: dict[str, Any] | None) -> None:
-    """Undo `wrap` on a ``rope_parameters`` dictionary, nested by layer type or not."""
-    for values in [parameters, *(parameters or {}).values()]:
-        if isinstance(values, dict) and str(values.get("rope_type", "")).startswith(PREFIX):
+    """Undo `wrap` or `mark` on a ``rope_parameters`` dictionary."""
+    for values in _typed(parameters):
+        if values["rope_type"].startswith(PREFIX):
             values["rope_type"] = values["rope_type"].removeprefix(PREFIX)
-            del values["p"]
+            values.pop("p", None)
+
+
+def _typed(parameters: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    for values in [parameters, *(parameters or {}).values()]:
+        if isinstance(values, dict) and isinstance(values.get("rope_type"), str):
+            yield values
 
 
 def refresh(model: PreTrainedModel, config: PreTrainedConfig) -> None:
@@ -71,18 +84,44 @@ def check(model: PreTrainedModel, config: PreTrainedConfig) -> None:
         raise ValueError(f"no rotary module found in {type(model).__name__}: convert with p=None")
     for module in modules:
         held = _held(module, config)
-        for layer_type, values in held:
-            base = values["rope_type"]
-            if base not in BASE_TYPES or base == "dynamic":  # `wrap` refuses; frequencies that follow the last input
-                continue
-            frequencies = getattr(module, _names(layer_type)[0])
-            if not torch.equal(_base_frequencies(base, config, layer_type)[0].to(frequencies), frequencies):
-                held = []
-        if not held:
+        if not held or not all(_known(module, config, *pair) for pair in held):
             raise ValueError(
                 f"{type(module).__name__} does not compute its frequencies from config.rope_parameters as other models "
                 "do: convert with p=None to leave them as they are"
             )
+
+
+def try_out(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """ValueError if a rotary module does not work with its new type."""
+    for module in _modules(model, config):
+        for layer_type, _ in _held(module, config):
+            frequencies = getattr(module, _names(layer_type)[0])
+            options = {} if layer_type is None else {"layer_type": layer_type}
+            try:
+                module(
+                    frequencies[None, None], torch.zeros(1, 1, dtype=torch.long, device=frequencies.device), **options
+                )
+            except Exception as error:  # whatever the model's own code makes of it
+                raise ValueError(
+                    f"{type(module).__name__} does not work with p-RoPE ({type(error).__name__}: {error}): "
+                    "convert with p=None"
+                ) from error
+
+
+def _known(module: Any, config: PreTrainedConfig, layer_type: str | None, values: dict[str, Any]) -> bool:
+    """Does the module hold the frequencies that we compute?"""
+    base = values["rope_type"]
+    if base not in BASE_TYPES:
+        return True  # `wrap` refuses, and says why
+    own = getattr(module, "rope_type", base)
+    if (own.get(layer_type) if isinstance(own, dict) else own) != base:
+        return False
+    frequencies = getattr(module, _names(layer_type)[base == "dynamic"])  # those of before any input
+    try:
+        expected = _base_frequencies(base, config, layer_type)[0]
+    except Exception:  # a config that has no single head_dim, say
+        return False
+    return torch.equal(expected.to(frequencies), frequencies)
 
 
 def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
@@ -94,7 +133,10 @@ def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
         **_: Any,
     ) -> tuple[Tensor, float]:
         if not hasattr(config, "logit_transforms"):
-            raise ValueError("a model converted by scaleinv.hf must be loaded with an Auto class of transformers")
+            raise ValueError(
+                "a model converted by scaleinv.hf must be loaded with an Auto class of transformers, and if it is part "
+                "of another model, converted as a whole"
+            )
         frequencies, attention_factor = _base_frequencies(base, config, layer_type, device, seq_len)
         p = dict(_flat(config))[layer_type]["p"]
         kept = round(p * frequencies.numel())

@@ -206,6 +206,8 @@ def _query_scale(
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim)
+    if torch.compiler.is_compiling() and isinstance(scale, float):  # maybe a symbol, of which nothing can be asked
+        return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     return float(scale)
