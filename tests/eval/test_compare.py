@@ -76,6 +76,10 @@ def test_other_lengths_are_evaluated_and_other_training_is_refused(plan):
     write_weights(run, model, 1)  # as if killed before the last save
     assert not _finished(run)
     assert not _evaluated(plan, run, path)
+    model["output.weight"] += 1
+    write_weights(run, model, 2)  # other weights: trained again, say
+    assert _finished(run)
+    assert not _evaluated(plan, run, path)
     for changes in ({"steps": 3}, {"train_length": 64}, {"data": "stdlib"}, {"preset": "162m"}):
         with pytest.raises(ValueError, match=r"summary.json is of a comparison with .* use another out"):
             compare(dataclasses.replace(plan, **changes))

@@ -142,7 +142,7 @@ def summarize(plan: Comparison) -> dict[str, Any]:
         corpus = read_config(run)[1]["corpus"]
         for row in job.rows:
             path = _evaluation(plan, job, row)
-            if not path.exists():
+            if not _evaluated(plan, run, path):
                 continue
             for label, result in json.loads(path.read_text())["lengths"].items():
                 if job.tau is None:
@@ -308,7 +308,7 @@ def _check_settings(plan: Comparison) -> None:
 
 def _evaluated(plan: Comparison, run: Path, path: Path) -> bool:
     """Are these weights evaluated, at all the lengths and on as many tokens as the plan asks for?"""
-    if not path.exists():
+    if not path.exists() or not _finished(run):
         return False
     found = json.loads(path.read_text())
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -75,7 +76,14 @@ def weights_step(folder: Path) -> int | None:
 
 def weights_digest(folder: Path) -> str:
     """SHA-256 of model.safetensors."""
-    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    path = folder / WEIGHTS
+    stat = path.stat()
+    return _digest(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest(path: Path, changed: int, size: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_model(
