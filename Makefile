@@ -20,8 +20,8 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 demo: $(STAMP)
-	$(BIN)/scaleinv compare --methods rope,logn+p-rope,alibi,scale-invariant-p-rope --seeds 1 --steps 400 \
-		--tokens 262144 --out runs/demo
+	$(BIN)/scaleinv compare --methods rope,logn+p-rope,alibi,scale-invariant-p-rope --seeds 1 --steps 300 \
+		--tokens 131072 --out runs/demo
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py
