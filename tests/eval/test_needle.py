@@ -287,6 +287,13 @@ def test_run_needle_writes_results_and_summary(run, tmp_path, monkeypatch):
     monkeypatch.undo()
     longer = run_needle(run, "200", tmp_path, task=TASK, training=TRAINING, samples=3)
     assert set(longer["rope"]["lengths"]) == {"1x", "150", "200"}
+    for name in ("needle/rope.jsonl", "summary.json"):
+        (tmp_path / name).unlink()
+    again = run_needle(run, "150", tmp_path, task=TASK, training=TRAINING, samples=2, seed=1)
+    assert set(again["rope"]["lengths"]) == {"150"}  # those of other samples do not mix
+    (tmp_path / "summary.json").unlink()
+    go_on = run_needle(run, "150", tmp_path, rows=["yarn"], task=TASK, training=TRAINING, samples=3)
+    assert set(go_on["yarn"]["lengths"]) == {"1x", "150"}
     monkeypatch.setattr(needle, "finetune", None)
     other = dataclasses.replace(TASK, digits=TASK.digits + 1)
     with pytest.raises(ValueError, match=r"rope.jsonl are of another run, task or training"):

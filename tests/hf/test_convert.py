@@ -53,9 +53,7 @@ def test_convert_returns_the_model_and_twice_is_an_error(stock: Stock) -> None:
         scaleinv.hf.revert(model)
 
 
-def test_revert_to_what_is_not_there_leaves_the_model_converted(
-    stock: Stock, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_revert_to_what_is_not_there_leaves_the_model_converted(stock: Stock, tokens: Tensor) -> None:
     model = stock("llama")
     expected = logits(model, tokens)
     scaleinv.hf.convert(model)

@@ -215,7 +215,7 @@ class _Runner:
             self._call(job, ["evaluate", str(run), *options])
 
     def _training(self, job: Job, run: Path) -> list[str]:
-        if (run / "config.json").exists():
+        if (run / CONFIG).exists():
             return ["--resume", str(run), "--device", self.plan.device]
         plan = self.plan
         options = {
@@ -294,7 +294,7 @@ def _check_settings(plan: Comparison) -> None:
     path = plan.out / "summary.json"
     if path.exists():
         there[path] = json.loads(path.read_text())["settings"]
-    for path in sorted((plan.out / "runs").glob("*/config.json")):
+    for path in sorted((plan.out / "runs").glob(f"*/{CONFIG}")):
         config = read_config(path.parent)[0]
         there[path] = {**dataclasses.asdict(config.model), **dataclasses.asdict(config)}
     for path, found in there.items():
@@ -334,7 +334,7 @@ def _over_seeds(values: list[dict[str, float]], alone: bool) -> dict[str, float 
 
 
 def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]:
-    run = next(iter(sorted((plan.out / "runs").glob("*/config.json"))), None)
+    run = next(iter(sorted((plan.out / "runs").glob(f"*/{CONFIG}"))), None)
     config = read_config(run.parent)[0] if run else None
     return {
         "command": plan.command,

@@ -272,8 +272,10 @@ def run_needle(
             progress=progress,
         )
         path = folder / f"{row}.json"
-        earlier = json.loads(path.read_text())["lengths"] if path.exists() else {}
-        results[row] = {"row": row, "seed": config.seed, "settings": settings, "lengths": {**earlier, **found}}
+        results[row] = {"row": row, "seed": config.seed, "settings": settings, "lengths": found}
+        earlier = json.loads(path.read_text()) if path.exists() else {}
+        if all(earlier.get(name) == json.loads(json.dumps(results[row][name])) for name in ("seed", "settings")):
+            results[row]["lengths"] = {**earlier["lengths"], **found}
         store.write_text(path, json.dumps(results[row], indent=1, ensure_ascii=False))
         for label, at in found.items():
             progress(f"{row} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")

@@ -207,7 +207,7 @@ class _Run:
                     self.model,
                     self.corpus.val,
                     length,
-                    self.val_tokens,
+                    self.val_tokens // length * length,
                     here=self.here,
                     document_masks=self.config.document_masks,
                 )
