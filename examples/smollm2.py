@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 import scaleinv
 import scaleinv.analysis
 import scaleinv.hf
-from scaleinv.data.corpora import documents
+from scaleinv.data.documents import documents
 from scaleinv.files import write_text
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

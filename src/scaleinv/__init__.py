@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from scaleinv.model import GPT, GPTConfig, KVCache
 
 _LAZY = {"GPT": "model", "GPTConfig": "model", "KVCache": "model"}
-_PACKAGES = ("analysis", "data", "eval", "hf", "model", "plots", "train")
+_PACKAGES = ("analysis", "data", "eval", "hf", "model", "plots", "reports", "train")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,27 +1,147 @@
-"""Files that are there whole or not at all."""
+"""Files: written whole or not at all, read with an error that names them.
+
+Everything that the package writes goes through here, and every JSON file that it reads.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import math
 import os
 import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 
-def write_atomically(path: str | Path, *parts: bytes | memoryview) -> None:
-    """Write the parts to a file that appears under its name only when it is whole and on disk."""
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A temporary path to write to: it takes the place of ``path`` when the body ends, and vanishes if it fails.
+
+    The temporary name ends like ``path``, for libraries that go by the suffix. Missing folders are made.
+    """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.{path.name}")
     try:
-        with temporary.open("xb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def write_atomically(path: str | Path, *parts: bytes | memoryview) -> None:
+    """Write the parts to a file that appears under its name only when it is whole and on disk."""
+    with replacing(path) as temporary, temporary.open("xb") as file:
+        for part in parts:
+            file.write(part)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """`write_atomically` for text, as UTF-8."""
     write_atomically(path, text.encode("utf-8"))
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """`write_atomically` for a JSON document. Infinities and NaN become null, for JSON has neither."""
+    write_text(path, json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """`write_atomically` for a table with a header; the first row has all columns."""
+    rows = list(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_data(
+    folder: str | Path, name: str, rows: Iterable[Mapping[str, Any]], content: Mapping[str, Any]
+) -> list[Path]:
+    """Write ``{name}.csv`` from rows and ``{name}.json`` from the content; returns their paths."""
+    table, document = Path(folder) / f"{name}.csv", Path(folder) / f"{name}.json"
+    write_csv(table, rows)
+    write_json(document, content)
+    return [table, document]
+
+
+def read_json(path: str | Path, advice: str = "") -> Any:
+    """The content of a JSON file.
+
+    Raises ValueError that names the file where it is missing, unreadable or damaged, with ``advice`` behind it: what
+    the user can do ("`scaleinv compare` writes it").
+    """
+    try:
+        return json.loads(_text(path, advice))
+    except ValueError as error:
+        if isinstance(error, UnreadableFile):
+            raise
+        raise UnreadableFile(path, f"is not JSON: {error}", advice) from error
+
+
+def read_object(path: str | Path, advice: str = "") -> dict[str, Any]:
+    """`read_json` of a file that holds a JSON object."""
+    value = read_json(path, advice)
+    if not isinstance(value, dict):
+        raise UnreadableFile(path, f"must hold a JSON object, got {value!r:.60}", advice)
+    return value
+
+
+def read_lines(path: str | Path, advice: str = "") -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file, one for each line.
+
+    A last line that a killed program left half written (it has no newline) is left out. Any other damaged line raises
+    ValueError that names the file and the line.
+    """
+    *lines, unfinished = _text(path, advice).split("\n")
+    found = []
+    for number, line in enumerate([*lines, unfinished], start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            if number > len(lines):
+                break
+            raise UnreadableFile(path, f"line {number} is not JSON: {error}", advice) from error
+        if not isinstance(value, dict):
+            raise UnreadableFile(path, f"line {number} must hold a JSON object, got {value!r:.60}", advice)
+        found.append(value)
+    return found
+
+
+class UnreadableFile(ValueError):
+    """A file that is missing or damaged: the message names it and says what to do."""
+
+    def __init__(self, path: str | Path, problem: str, advice: str = "") -> None:
+        super().__init__(f"{path} {problem}" + (f"; {advice}" if advice else ""))
+        self.path = Path(path)
+
+
+def _text(path: str | Path, advice: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UnreadableFile(path, "is missing", advice) from error
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", advice) from error
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(path, f"is not UTF-8 (byte {error.start})", advice) from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

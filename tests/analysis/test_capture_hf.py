@@ -148,7 +148,7 @@ def test_the_model_comes_back_as_it_was() -> None:
 
 
 def test_our_own_model_in_a_hugging_face_coat() -> None:
-    from scaleinv.hf.native import ScaleInvGPTConfig, ScaleInvGPTForCausalLM
+    from scaleinv.hf.gpt import ScaleInvGPTConfig, ScaleInvGPTForCausalLM
 
     shape = {"layers": 2, "width": 32, "heads": 2, "vocab_size": 61, "train_length": 64}
     model = ScaleInvGPTForCausalLM(ScaleInvGPTConfig(shape))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scaleinv.analysis import check_definitions, context_figure, growth_figure, theory_report
+from scaleinv.analysis import check_definitions, context_figure, growth_figure
 from scaleinv.logits import LogN, Plain, ScaleInvariant
+from scaleinv.reports import theory_report
 
 
 def test_context_figure_shows_the_point(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_capture import layers_of, make_gpt
 
+from builders import layers_of, make_gpt
 from scaleinv.analysis import ModelStatistics, model_statistics
 from scaleinv.analysis.model import last_positions
 from scaleinv.ops.masks import Geometry

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from scipy import stats
-from test_capture import layers_of, make_gpt
 
+from builders import layers_of, make_gpt
 from scaleinv.analysis import Calibration, Layer, calibrate, score_statistics, scores
 from scaleinv.analysis.scores import NORMAL
 from scaleinv.logits import Plain

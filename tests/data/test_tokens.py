@@ -149,7 +149,7 @@ def test_cache_is_used_again_until_a_file_changes(books: Path, tmp_path: Path, m
         raise AssertionError("the text was tokenised again")
 
     with monkeypatch.context() as patch:
-        patch.setattr("scaleinv.data.tokens.prepare", again)
+        patch.setattr("scaleinv.data.corpus.prepare", again)
         assert load_corpus(str(books), cache=cache).sha256 == first.sha256
         for change in ({"tokenizer": "bpe"}, {"val_fraction": 0.5}):
             with pytest.raises(AssertionError, match="again"):

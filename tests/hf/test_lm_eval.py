@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scaleinv import train
-from scaleinv.hf import native
+from scaleinv.hf import gpt
 from scaleinv.model import GPTConfig
 from scaleinv.train.store import load_model
 
@@ -31,7 +31,7 @@ def test_bits_per_byte_are_the_models_own(tmp_path):
                 model=shape, data=str(corpus), out=str(run), steps=2, batch_tokens=128, val_tokens=512, device="cpu"
             )
         )
-    native.export(run, tmp_path / "hf")
+    gpt.export(run, tmp_path / "hf")
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "speech.yaml").write_text(

@@ -1,24 +1,23 @@
-"""Is attention scale-invariant? Numbers, no pictures: those are in `scaleinv.plots`.
+"""Is attention scale-invariant? Numbers, no pictures: `scaleinv.plots` draws them and `scaleinv.reports` writes both.
 
 - `ranges`: totals, entropies and shares over ranges of distances, from any logits
 - `gaussian`, `tail`: logits of independent Gaussian scores, and fast samples of their sums
 - `theory`, `growth`: closed forms and expected entropies over [t, tΔ), and how they grow with t
 - `verify`: Definitions 3.1 – 3.4 as checks with evidence
-- `figures`, `report`: the numbers of the paper's figures 1 (top), 2 and 6
+- `definitions`: the same for several transforms
+- `figures`: the numbers of the paper's figures 1 (top), 2 and 6
 - `capture`: the queries and keys that reach attention in a model, ours or Hugging Face's (`capture_hf`)
 - `model`, `scores`, `calibrate`: where a model's attention goes, whether its scores are Gaussian, and what mends them
-- `model_report`: the same for a run or a Hugging Face model, in one folder: figures 1 (bottom) and 9 – 14
 """
 
 from scaleinv.analysis.calibrate import Calibration, calibrate
 from scaleinv.analysis.capture import Layer, capture
+from scaleinv.analysis.definitions import Definitions, check_definitions
 from scaleinv.analysis.figures import ContextFigure, GrowthFigure, context_figure, growth_figure
 from scaleinv.analysis.gaussian import sample_logits, sample_ranges
 from scaleinv.analysis.growth import Fit, fit
 from scaleinv.analysis.model import LengthStatistics, ModelStatistics, model_statistics
-from scaleinv.analysis.model_report import analyze_model, model_report
 from scaleinv.analysis.ranges import Estimate, RangeAccumulator, RangeSums, entropy, estimate, range_sums, recent_share
-from scaleinv.analysis.report import Definitions, check_definitions, theory_report
 from scaleinv.analysis.scores import Scores, ScoreStatistics, score_statistics
 from scaleinv.analysis.theory import (
     RangeExpectation,
@@ -46,7 +45,6 @@ __all__ = [
     "ScoreStatistics",
     "Scores",
     "Verdict",
-    "analyze_model",
     "calibrate",
     "capture",
     "check_definitions",
@@ -59,13 +57,11 @@ __all__ = [
     "growth_figure",
     "mean_negentropy",
     "mean_weight",
-    "model_report",
     "model_statistics",
     "range_sums",
     "recent_share",
     "sample_logits",
     "sample_ranges",
     "score_statistics",
-    "theory_report",
     "verify",
 ]

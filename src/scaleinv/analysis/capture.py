@@ -154,7 +154,7 @@ def blocks_of(positions: Tensor, layer: Layer, block: int | None = None) -> tupl
 
 
 def _own(model: nn.Module) -> GPT | None:
-    """The model, or what it wraps (`scaleinv.hf.native` does), where that is our GPT."""
+    """The model, or what it wraps (`scaleinv.hf.gpt` does), where that is our GPT."""
     inner = getattr(model, "gpt", model)
     return inner if isinstance(inner, GPT) else None
 

@@ -8,9 +8,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from scaleinv.cli import evaluation, tools, training
+from scaleinv.cli import (
+    analyze,
+    compare,
+    convert,
+    evaluate,
+    export,
+    generate,
+    methods,
+    needle,
+    prepare,
+    report,
+    train,
+)
 
-COMMANDS = [*training.COMMANDS, *evaluation.COMMANDS, *tools.COMMANDS]
+COMMANDS = (train, prepare, generate, methods, evaluate, compare, report, needle, analyze, convert, export)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Scale-invariant attention: train on short contexts, run on long ones (arXiv 2505.17083).",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in COMMANDS:
-        add(commands)
+    for module in COMMANDS:
+        module.add(commands)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:

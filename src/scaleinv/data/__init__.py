@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from scaleinv.data.corpora import Document, documents
+from scaleinv.data.corpus import Corpus, load_corpus
+from scaleinv.data.documents import Document, documents
 from scaleinv.data.prepare import prepare
 from scaleinv.data.shards import open_shard, write_shard
 from scaleinv.data.tokenizers import (
@@ -13,7 +14,7 @@ from scaleinv.data.tokenizers import (
     get_tokenizer,
     load_tokenizer,
 )
-from scaleinv.data.tokens import Corpus, TokenData, document_ids, load_corpus
+from scaleinv.data.tokens import TokenData, document_ids
 
 __all__ = [
     "BPETokenizer",

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scaleinv.data.corpora import Document, documents, short_name
+from scaleinv.data.documents import Document, documents, short_name
 from scaleinv.data.shards import MAX_COUNT, scan_shard, write_shard
 from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, load_tokenizer
 from scaleinv.files import write_text
@@ -67,7 +67,7 @@ def prepare(
     ``workers``. Until all is done everything lies in ``out/.partial``, so that a killed run leaves no shard.
 
     Args:
-        text: a corpus, see `scaleinv.data.corpora`.
+        text: a corpus, see `scaleinv.data.documents`.
         tokenizer: see `get_tokenizer`; a BPE trains on the training documents alone.
         out: folder to write to; it must hold no shards yet.
         shard_tokens: tokens in each shard but the last of its split.

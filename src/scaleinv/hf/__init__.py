@@ -16,13 +16,13 @@ except ImportError as error:
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from scaleinv.hf import config, native, rope
+from scaleinv.hf import config, gpt, rope
 from scaleinv.hf.attention import attention_forward
 from scaleinv.hf.check import CheckResult, check
 from scaleinv.hf.convert import conversion, convert, convert_folder, revert
-from scaleinv.hf.evaluate import lm_eval_main
+from scaleinv.hf.gpt import export
+from scaleinv.hf.lm_eval import lm_eval_main
 from scaleinv.hf.mask import attention_mask
-from scaleinv.hf.native import export
 from scaleinv.hf.settings import Settings
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 22):  # the mask interface changed often
@@ -32,7 +32,7 @@ AttentionInterface.register(config.ATTENTION, attention_forward)
 AttentionMaskInterface.register(config.ATTENTION, attention_mask)
 config.register()
 rope.register()
-native.register()
+gpt.register()
 
 __all__ = [
     "CheckResult",

@@ -1,6 +1,6 @@
 """The charts of a comparison: made from the files of a results folder, and drawn as PNG and SVG.
 
-A `Chart` says what to show; `draw` shows it with matplotlib, and ``report.js`` in the browser, from the same numbers.
+A `Chart` says what to show; `draw` shows it with matplotlib, and ``page.js`` in the browser, from the same numbers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The report of a comparison: one self-contained page, its figures for papers, and its tables.
 
-The page is ``report.html`` of this package with ``report.css`` and ``report.js`` inside; nothing is fetched.
+The page is ``page.html`` of this package with ``page.css`` and ``page.js`` inside; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CAPTIONS = {
 """Of figures that the analysis makes; others are captioned with their names."""
 
 DARK_PAGE = "#15181C"
-"""The page in the dark: --page in report.css."""
+"""The page in the dark: --page in page.css."""
 
 LARGEST_SVG = 500_000
 """Bytes; of a larger figure the PNG is shown, if there is one."""
@@ -119,11 +119,11 @@ def page(summary: Summary, sections: Iterable[Section], charts: Iterable[Chart])
     """The whole page."""
     sections = list(sections)
     data = json.dumps({chart.name: _chart_data(chart) for chart in charts}, ensure_ascii=False)
-    return Template(_asset("report.html")).substitute(
+    return Template(_asset("page.html")).substitute(
         title=escape(_title(summary)),
         headline=escape(headline(summary)),
-        style=_asset("report.css"),
-        script=_asset("report.js"),
+        style=_asset("page.css"),
+        script=_asset("page.js"),
         links="".join(f'<a href="#{section.name}">{escape(section.title)}</a>\n' for section in sections),
         sections="".join(_section(section) for section in sections),
         data=data.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e"),
@@ -370,4 +370,4 @@ def _rgb(color: str) -> tuple[int, int, int]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("scaleinv.plots").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("scaleinv.reports").joinpath(name).read_text(encoding="utf-8")

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import EXTRA, make_results
+from test_comparison_report import EXTRA, make_results
 
-from scaleinv.plots import report, style
+from scaleinv.plots import style
+from scaleinv.reports import comparison as report
 
 pytest.importorskip("matplotlib")
 CHROMIUM = shutil.which("chromium")
@@ -122,7 +123,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(style, "save", lambda *_: [])  # figures for papers take the most time; test_report has them
+        patch.setattr(style, "save", lambda *_: [])  # they take the most time
         return report.write_report(make_results(tmp_path_factory.mktemp("results")))
 
 

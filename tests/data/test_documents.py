@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scaleinv.data.corpora import documents, fingerprint, short_name
+from scaleinv.data.documents import documents, fingerprint, short_name
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from scaleinv.plots import compare, report, tables
+from scaleinv.plots import compare, tables
+from scaleinv.reports import comparison as report
 
 pytest.importorskip("matplotlib")
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scaleinv import hf, train
 from scaleinv.data import BPETokenizer, ByteTokenizer, GPT2Tokenizer
-from scaleinv.hf import native
+from scaleinv.hf import gpt
 from scaleinv.model import GPTConfig
 from scaleinv.train.store import load_model
 
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 def exported(runs, tmp_path_factory):
     def make(method="scale-invariant-p-rope"):
         run = runs(method)
-        out = native.export(run, tmp_path_factory.mktemp("hf"))
+        out = gpt.export(run, tmp_path_factory.mktemp("hf"))
         return AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out), load_model(run)[0], out
 
     return make
@@ -116,7 +116,7 @@ def test_without_our_import_transformers_refuses(exported):
     code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(out)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode != 0
-    assert native.MODEL_TYPE in done.stderr
+    assert gpt.MODEL_TYPE in done.stderr
 
 
 def gpt2():
@@ -131,7 +131,7 @@ def gpt2():
 def test_tokenizers_agree(make):
     tokenizer = make()
     text = "some tëxt\n\t<|x|> 数  It's 12345  words, unbelievably   "
-    fast = native.fast_tokenizer(tokenizer)
+    fast = gpt.fast_tokenizer(tokenizer)
     ids = fast(text).input_ids
     assert ids == [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
     assert fast.decode(ids, skip_special_tokens=True) == text
@@ -159,7 +159,7 @@ def test_resizes_and_refuses_what_it_cannot(exported, tmp_path):
     batch = tokenizer("some text", return_tensors="pt")
     assert torch.equal(model(**batch).logits, model(batch.input_ids).logits)  # a mask of ones is none
     with pytest.raises(ValueError, match="empty folder"):
-        native.export(out, out)
+        gpt.export(out, out)
     model, *_ = exported()
     tokens = batch.input_ids
     before = model(tokens).logits

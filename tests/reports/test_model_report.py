@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_capture import make_gpt
 
+from builders import make_gpt
 from scaleinv import analysis
-from scaleinv.analysis import Calibration, ModelStatistics, analyze_model, model_report
-from scaleinv.analysis.model_report import _open_run, context_lengths
+from scaleinv.analysis import Calibration, ModelStatistics
+from scaleinv.reports import analyze_model, model_report
+from scaleinv.reports.model import _open_run, context_lengths
 
 pytest.importorskip("matplotlib")
 

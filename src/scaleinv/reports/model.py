@@ -16,6 +16,7 @@ from scaleinv.analysis.capture import training_length, windows_of
 from scaleinv.analysis.figures import Progress
 from scaleinv.analysis.model import ModelStatistics, check_lengths, model_statistics
 from scaleinv.analysis.scores import score_statistics
+from scaleinv.plots import model as plots
 
 LENGTHS = ("1x", "4x", "16x")
 """Context lengths unless others are asked for: multiples of the training length."""
@@ -48,8 +49,6 @@ def model_report(
         bos: a token to put before each window, for models that always saw one there.
         progress: called with one line of text before each step.
     """
-    from scaleinv.plots import model as plots  # pictures come after numbers: only this function needs them
-
     out = Path(out)
     wanted = context_lengths(lengths, model)
     check_lengths(wanted)  # now, not after the scores

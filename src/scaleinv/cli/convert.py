@@ -1,0 +1,32 @@
+"""`scaleinv convert`: a Hugging Face model made scale-invariant."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from scaleinv.cli.common import command
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "convert",
+        run,
+        "Make a Hugging Face model scale-invariant; continue its training to let it adapt.",
+        "scaleinv convert DIR --tau 10 --p 0.5 --out DIR2",
+    )
+    option = parser.add_argument
+    option("source", metavar="DIR", help="a model's folder, or its id on the hub")
+    option("--out", required=True, type=Path, help="a new folder")
+    option("--tau", type=float, default=10.0, help="lengthscale in tokens; default: 10")
+    option("--p", type=float, default=0.5, help="share of the rotary's channel pairs that go on turning; default: 0.5")
+    option("--keep-rotary", action="store_true", help="leave the rotary as it is")
+
+
+def run(options: argparse.Namespace) -> None:
+    from scaleinv import hf
+
+    hf.convert_folder(options.source, options.out, tau=options.tau, p=None if options.keep_rotary else options.p)
+    print(f"wrote {options.out}: load it after `import scaleinv.hf`")

@@ -1,0 +1,43 @@
+"""`scaleinv prepare`: text to token shards."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from scaleinv.cli.common import Joined, command
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "prepare",
+        run,
+        "Turn text into .bin token shards, in parallel.",
+        "scaleinv prepare --text path/to/books --tokenizer gpt2 --out shards/",
+    )
+    option = parser.add_argument
+    option("--text", required=True, nargs="+", action=Joined, help="files, a folder, a glob, or a corpus by name")
+    option("--tokenizer", default="gpt2", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: gpt2")
+    option("--out", required=True, type=Path, help="an empty or new folder")
+    option("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard; default: 100 million")
+    option("--workers", type=int, help="processes; default: one a core")
+    option("--val-fraction", type=float, default=0.01, help="share of the documents held out; default: 0.01")
+
+
+def run(options: argparse.Namespace) -> None:
+    from scaleinv.data import prepare
+    from scaleinv.train.logs import terminal
+
+    written = prepare(
+        options.text,
+        options.tokenizer,
+        options.out,
+        shard_tokens=options.shard_tokens,
+        workers=options.workers,
+        progress=terminal,
+        val_fraction=options.val_fraction,
+    )
+    for path in written:
+        print(path)

@@ -1,0 +1,27 @@
+"""`scaleinv report`: the page of a comparison."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from scaleinv.cli.common import command
+
+
+def add(commands: Any) -> None:
+    parser = command(
+        commands,
+        "report",
+        run,
+        "Make report.html, figures and tables of a comparison.",
+        "scaleinv report results/mini",
+    )
+    parser.add_argument("folder", type=Path, help="what `scaleinv compare` wrote")
+
+
+def run(options: argparse.Namespace) -> None:
+    from scaleinv.reports.comparison import write_report
+    from scaleinv.train.logs import terminal
+
+    print(write_report(options.folder, progress=terminal).resolve())

@@ -1,0 +1,164 @@
+"""A corpus: training and validation tokens from any text or shards, tokenised once and kept in a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleinv.data.documents import find_files, fingerprint, split_spec
+from scaleinv.data.prepare import prepare
+from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, identity
+from scaleinv.data.tokens import TokenData, combined_hash
+from scaleinv.machine import cache_folder
+
+_FORMAT = 1  # of the cache; a change of what prepare writes makes it 2
+
+
+@dataclass
+class Corpus:
+    """Training and validation tokens, and what they mean."""
+
+    train: TokenData
+    val: TokenData
+    tokenizer: Tokenizer
+    vocab_size: int
+    """Ids that may occur: the tokenizer's, or what `load_corpus` was told."""
+    sha256: str
+    description: str
+
+
+def load_corpus(
+    data: str,
+    val_data: str | None = None,
+    *,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    val_fraction: float = 0.1,
+    cache: Path | None = None,
+    min_length: int = 0,
+) -> Corpus:
+    """Training and validation tokens from text or shards.
+
+    Text is tokenised once, into a folder of ``cache`` that is used again while the files' names, sizes and times stay
+    the same; a Hugging Face dataset is kept for good. Several processes may do so at once.
+
+    Args:
+        data: a corpus of text (see `scaleinv.data.documents`); or shards: a glob, a folder or a comma-separated list.
+        val_data: the same for validation. Without it text is split by whole documents (see `scaleinv.data.prepare`),
+            and of shards those called ``…_val_<number>.bin`` are held out, or else the last.
+        tokenizer: see `get_tokenizer`. None means bytes for text; for shards the tokenizer saved beside them, or else
+            GPT-2's, as in llm.c.
+        vocab_size: ids that the model has, at least the tokenizer's; None for the tokenizer's.
+        val_fraction: share of the documents held out, where there is no ``val_data``.
+        cache: folder; ``data`` in `scaleinv.machine.cache_folder` unless given.
+        min_length: the longest window wanted; a split of fewer than ``min_length + 1`` tokens raises ValueError.
+    """
+    cache = cache_folder() / "data" if cache is None else Path(cache)
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
+    shards = _shard_paths(data)
+    if shards is None:
+        folder = _prepared(data, tokenizer or "bytes", 0.0 if val_data else val_fraction, cache)
+        made = sorted(folder.glob("*.bin"))
+        train, val = [path for path in made if not _is_val(path)], [path for path in made if _is_val(path)]
+        tokenizer = str(folder)
+        cut = json.loads((folder / "meta.json").read_text())["cut"]
+        note = "one document, cut in two for validation" if cut else ""
+    else:
+        train, val = (shards, []) if val_data else _held_out(data, shards)
+        tokenizer = tokenizer or _tokenizer_beside(train[0])
+        note = f"validation on {', '.join(path.name for path in val)}" if val else ""
+    if val_data:
+        val = _shard_paths(val_data) or sorted(_prepared(val_data, tokenizer, 0.0, cache).glob("*.bin"))
+        note = f"validation on {val_data}"
+        for path in {path.resolve() for path in train} & {path.resolve() for path in val}:
+            raise ValueError(f"val_data {val_data!r} must hold no shard of data, got {path}")
+    meaning = get_tokenizer(tokenizer)
+    vocabulary = meaning.vocab_size if vocab_size is None else vocab_size
+    if vocabulary < meaning.vocab_size:
+        raise ValueError(
+            f"vocab_size must be at least {meaning.vocab_size}, the {meaning.name} tokenizer's, got {vocabulary}"
+        )
+    splits = [
+        TokenData(paths, meaning.end_of_text, vocab_size=vocabulary, cache=cache / "scans") for paths in (train, val)
+    ]
+    for name, source, split in zip(("train", "validation"), (data, val_data or data), splits, strict=True):
+        if split.total < min_length + 1:
+            raise ValueError(
+                f"data {source!r}: the {name} split has {split.total:,} tokens, shorter than one window: "
+                f"length {min_length:,} needs {min_length + 1:,}"
+            )
+    counts = f"{splits[0].total:,} {meaning.name} tokens to train on, {splits[1].total:,} to validate"
+    return Corpus(
+        train=splits[0],
+        val=splits[1],
+        tokenizer=meaning,
+        vocab_size=vocabulary,
+        sha256=combined_hash(split.sha256 for split in splits),
+        description=f"{data}: {counts}" + (f"; {note}" if note else ""),
+    )
+
+
+def _shard_paths(spec: str) -> list[Path] | None:
+    """The shards that a spec names, in its order; None where it names text."""
+    shards: list[Path] = []
+    text: list[str] = []
+    for part in split_spec(spec):
+        found = find_files(part)
+        if not found and part.endswith(".bin"):
+            raise ValueError(f"data {part!r} matches no file")
+        if len(found) == 1 and found[0].is_dir():
+            found = sorted(found[0].glob("*.bin"))
+        bins = [path for path in found if path.suffix == ".bin"]
+        shards += bins
+        if not bins or len(bins) < len(found):
+            text.append(part)
+    if shards and text:
+        raise ValueError(f"data {spec!r} must be token shards or text, not both; {text[0]!r} has no or not only shards")
+    return list(dict.fromkeys(shards)) or None
+
+
+def _is_val(path: Path) -> bool:
+    return re.fullmatch(r".*_val_\d+", path.stem) is not None
+
+
+def _held_out(data: str, shards: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Shards to train on and to validate on: those called so, or else the last."""
+    val = [path for path in shards if _is_val(path)] or shards[-1:]
+    train = [path for path in shards if path not in val]
+    if not train:
+        raise ValueError(f"data {data!r}: val_data must be given, for here is nothing but {val[0].name}")
+    return train, val
+
+
+def _tokenizer_beside(shard: Path) -> str:
+    return str(shard.parent) if (shard.parent / "tokenizer.json").exists() else "gpt2"
+
+
+def _prepared(text: str, tokenizer: str, val_fraction: float, cache: Path) -> Path:
+    """The folder of ``cache`` with the shards of a text, made if it is not there."""
+    key = json.dumps([_FORMAT, text, fingerprint(text), identity(tokenizer), val_fraction])
+    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if folder.is_dir():
+        return folder
+    temporary = cache / f".making-{uuid.uuid4().hex}"
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"cache {cache} must be a folder that can be written to ({error.strerror})") from error
+    try:
+        prepare(text, tokenizer, temporary, workers=1, val_fraction=val_fraction)
+        try:
+            os.rename(temporary, folder)
+        except OSError:  # another process was first, and made the same
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
