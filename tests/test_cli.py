@@ -86,7 +86,7 @@ def test_mistakes_are_explained_in_one_line(arguments, message, capsys):
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("command", ["", *(add.__name__.removeprefix("_add_") for add in COMMANDS)])
+@pytest.mark.parametrize("command", ["", *(module.__name__.rpartition(".")[2] for module in COMMANDS)])
 def test_help_teaches(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*([command] if command else []), "--help"])
