@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import scaleinv
 from scaleinv.data import document_ids
 from scaleinv.model import GPT
+from scaleinv.ops.api import which_backend
 from scaleinv.train import checkpoint, store
 from scaleinv.train.config import TrainConfig
 from scaleinv.train.distributed import World, accumulating, replicate, shard, world
@@ -132,7 +132,7 @@ class _Run:
         config, here = self.config, self.here
         probe = torch.zeros(1, config.model.heads, 1, config.model.head_dim, device=here.device, requires_grad=True)
         with self._precision():
-            backend = scaleinv.which_backend(probe, probe, probe, detail=True)
+            backend = which_backend(probe, probe, probe, detail=True)
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
         self.say(f"{config.model.method}: {self.model.count_parameters():,} parameters on {here.device}{ranks}")
         self.say(f"attention backend {backend}; {torch.get_num_threads()} threads")
