@@ -1,8 +1,6 @@
 """The command line, as a user types it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -93,11 +91,3 @@ def test_help_teaches(command, capsys):
     assert stop.value.code == 0
     printed = capsys.readouterr().out
     assert "example:" in printed or "COMMAND" in printed
-
-
-def test_import_stays_light():
-    """`import scaleinv` must not pull in what only some commands need."""
-    heavy = ("transformers", "matplotlib", "tiktoken", "pandas")
-    code = f"import sys, scaleinv; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

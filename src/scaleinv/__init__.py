@@ -6,29 +6,35 @@
 torch.Size([1, 4, 100, 32])
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from scaleinv import methods, rotary, schedule
-from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant
-from scaleinv.ops.api import attention, which_backend
+from scaleinv import lazy
 from scaleinv.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from scaleinv import analysis as analysis
+    from scaleinv import data as data
+    from scaleinv import eval as eval
+    from scaleinv import hf as hf
+    from scaleinv import methods, rotary, schedule
+    from scaleinv import model as model
+    from scaleinv import plots as plots
+    from scaleinv import reports as reports
+    from scaleinv import train as train
+    from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant
     from scaleinv.model import GPT, GPTConfig, KVCache
+    from scaleinv.ops.api import attention, which_backend
 
-_LAZY = {"GPT": "model", "GPTConfig": "model", "KVCache": "model"}
-_PACKAGES = ("analysis", "data", "eval", "hf", "model", "plots", "reports", "train")
-
-
-def __getattr__(name: str) -> Any:
-    """The model and the packages around it, imported when first used: the operator alone stays light."""
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"scaleinv.{_LAZY[name]}"), name)
-    if name in _PACKAGES:
-        return importlib.import_module(f"scaleinv.{name}")
-    raise AttributeError(f"module 'scaleinv' has no attribute {name!r}")
-
+__getattr__, __dir__ = lazy.attach(
+    __name__,
+    {
+        **dict.fromkeys(("attention", "which_backend"), "ops.api"),
+        **dict.fromkeys(("ALiBi", "DistanceTable", "LogN", "LogitTransform", "Plain", "ScaleInvariant"), "logits"),
+        **dict.fromkeys(("GPT", "GPTConfig", "KVCache"), "model"),
+        **dict.fromkeys(("methods", "rotary", "schedule"), ""),
+        **dict.fromkeys(("analysis", "data", "eval", "hf", "model", "plots", "reports", "train"), ""),
+    },
+)
 
 __all__ = [
     "GPT",

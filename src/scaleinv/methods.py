@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from scaleinv import schedule
-from scaleinv.logits import ALiBi, LogitTransform, LogN, Plain, ScaleInvariant
-from scaleinv.rotary import NoPE, PRoPE, RoPE, Rotary, ntk, yarn
+from scaleinv.constants import TAU
+
+if TYPE_CHECKING:  # the names alone are torch-free: `scaleinv --help` shows them
+    from scaleinv.logits import LogitTransform
+    from scaleinv.rotary import Rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Method:
         """The rotary encoding for a context of ``length`` tokens: `rotary`, unless NTK or YaRN stretches it."""
         if self.stretch is None:
             return self.rotary
+        from scaleinv.rotary import RoPE, ntk, yarn
+
         assert isinstance(self.rotary, RoPE)
         change = ntk if self.stretch == "ntk" else yarn
         return change(self.rotary, length, self.train_length)
@@ -100,7 +104,7 @@ def get(
     heads: int,
     head_dim: int,
     train_length: int = 4096,
-    tau: float = schedule.TAU,
+    tau: float = TAU,
     rope_base: float = 10_000.0,
     p: float = 0.5,
     p_rope_base: float | None = None,
@@ -116,6 +120,9 @@ def get(
         p_rope_base: base of p-RoPE; None for ``train_length / 4``, the paper's 1024 at 4,096 tokens.
         learnable_tau: learn a lengthscale for each head, starting at ``tau``.
     """
+    from scaleinv.logits import ALiBi, LogN, Plain, ScaleInvariant
+    from scaleinv.rotary import NoPE, PRoPE, RoPE
+
     found = row(name)
     if train_length < 1:
         raise ValueError(f"train_length must be positive, got {train_length}")

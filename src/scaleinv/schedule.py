@@ -18,11 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TAU = 10.0
-"""The paper's lengthscale, in tokens."""
-
-HEIGHT = math.exp(0.5)
-"""alpha = beta = e^½ leave the nearest tokens alone: a_0 = 1, m_0 = 0."""
+from scaleinv.constants import HEIGHT, TAU
 
 
 def check_parameters(tau: Any, alpha: float, beta: float) -> None:

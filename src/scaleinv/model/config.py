@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from scaleinv import methods, schedule
+from scaleinv import methods
+from scaleinv.constants import TAU
 
 
 @dataclasses.dataclass
@@ -20,7 +21,7 @@ class GPTConfig:
     """A row of `scaleinv.methods`."""
     train_length: int = 512
     """Tokens in a training sequence: p-RoPE's base and the start of NTK and YaRN follow from it."""
-    tau: float = schedule.TAU
+    tau: float = TAU
     learnable_tau: bool = False
     rope_base: float = 10_000.0
     p: float = 0.5
