@@ -10,7 +10,21 @@ import scaleinv
 SOURCE = Path(scaleinv.__file__).parent
 
 ORDER = (
-    *("version", "files", "lengths", "machine", "schedule", "logits", "rotary", "methods", "ops", "distributed"),
+    *(
+        "version",
+        "lazy",
+        "constants",
+        "settings",
+        "files",
+        "lengths",
+        "machine",
+        "schedule",
+        "logits",
+        "rotary",
+        "methods",
+        "ops",
+        "distributed",
+    ),
     *("model", "data", "train", "eval", "hf", "analysis", "plots", "reports", "cli"),
 )
 

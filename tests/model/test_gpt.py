@@ -139,9 +139,9 @@ def test_bfloat16_model_runs():
     ("changes", "message"),
     [
         ({"width": 30, "heads": 4}, "width 30 must split"),
-        ({"layers": 0}, "layers must be a positive"),
+        ({"layers": 0}, "layers must be an integer from 1"),
         ({"tau": math.nan}, "tau must be positive"),
-        ({"segment": 0}, "segment must be positive"),
+        ({"segment": 0}, "segment must be an integer from 1"),
         ({"method": "ropee"}, "did you mean rope"),
     ],
 )

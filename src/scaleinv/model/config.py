@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from scaleinv import methods
 from scaleinv.constants import TAU
+from scaleinv.settings import check, setting
 
 
 @dataclasses.dataclass
 class GPTConfig:
     """All that is needed to build a `GPT`; plain values, so that it can be kept as JSON."""
 
-    layers: int = 4
-    width: int = 128
-    heads: int = 2
-    vocab_size: int = 257
-    method: str = "scale-invariant-p-rope"
-    """A row of `scaleinv.methods`."""
-    train_length: int = 512
-    """Tokens in a training sequence: p-RoPE's base and the start of NTK and YaRN follow from it."""
-    tau: float = TAU
-    learnable_tau: bool = False
-    rope_base: float = 10_000.0
-    p: float = 0.5
-    p_rope_base: float | None = None
-    """None for train_length / 4."""
-    segment: int | None = None
-    """Infini-attention's segment in tokens; None for train_length / 4."""
+    layers: int = setting(4, "transformer blocks", group="model", least=1, most=10_000)
+    width: int = setting(128, "channels of the residual stream", group="model", least=1, most=2**20)
+    heads: int = setting(2, "attention heads; they share the width", group="model", least=1, most=2**16)
+    vocab_size: int = setting(257, "vocabulary; up to 257 stands for the data's", group="model", least=1, most=2**24)
+    method: str = setting("scale-invariant-p-rope", "a method's name, see `scaleinv methods`", group="model")
+    train_length: int = setting(
+        512, "tokens in a training sequence; p-RoPE's base, NTK and YaRN follow it", group="model", least=1, most=2**31
+    )
+    tau: float = setting(TAU, "lengthscale of the scale-invariant methods, in tokens", group="model", above=0)
+    learnable_tau: bool = setting(False, "learn a lengthscale for each head, starting at tau", group="model")
+    rope_base: float = setting(10_000.0, "base of RoPE", group="model", above=1)
+    p: float = setting(0.5, "share of the channel pairs that p-RoPE turns", group="model", least=0, most=1)
+    p_rope_base: float | None = setting(None, "base of p-RoPE", unset="train-length / 4", group="model", above=1)
+    segment: int | None = setting(
+        None, "Infini-attention's segment, in tokens", unset="train-length / 4", group="model", least=1, most=2**31
+    )
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocab_size", "train_length"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check(self)
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"width {self.width} must split into heads={self.heads} heads of even size")
-        if self.segment is not None and self.segment < 1:
-            raise ValueError(f"segment must be positive, got {self.segment}")
-        if not (math.isfinite(self.tau) and self.tau > 0):
-            raise ValueError(f"tau must be positive and finite, got {self.tau}")
         methods.row(self.method)
 
     @property

