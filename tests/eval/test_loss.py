@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from scaleinv.data import TokenData, write_shard
-from scaleinv.eval import parse_lengths
 from scaleinv.train.validation import loss_at_length, usable_tokens
 
 
@@ -54,13 +53,6 @@ def test_usable_tokens():
     assert usable_tokens(total=129, wanted=900, lengths=[32, 128]) == 128
     with pytest.raises(ValueError, match="needs at least 129 tokens, but there are 128"):
         usable_tokens(total=128, wanted=900, lengths=[32, 128])
-
-
-def test_parse_lengths():
-    assert parse_lengths("1x, 4X,1000", 512) == {"1x": 512, "4x": 2048, "1000": 1000}
-    for bad in ("", "x", "0x", "-1", "1.5x", "1x,"):
-        with pytest.raises(ValueError, match="lengths must be"):
-            parse_lengths(bad, 512)
 
 
 def test_bad_count(data):

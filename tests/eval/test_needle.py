@@ -313,17 +313,6 @@ def test_command_line_draws_and_its_folder_can_be_reported(run, tmp_path, capsys
     assert json.loads((tmp_path / "summary.json").read_text())["settings"]["train_length"] == 96
 
 
-def test_summary_keeps_what_others_wrote(tmp_path):
-    before = {"loss": {"rope": 1}, "needle": {"alibi": 2}, "settings": {"data": "sotu"}}
-    (tmp_path / "summary.json").write_text(json.dumps(before))
-    at = {"accuracy": 1.0, "low": 0.9, "high": 1.0, "samples": 3, "depths": []}
-    needle.write_summary(tmp_path, {"rope": {"settings": {"train_length": 8}, "lengths": {"1x": at}}})
-    after = json.loads((tmp_path / "summary.json").read_text())
-    assert after["loss"] == {"rope": 1}
-    assert set(after["needle"]) == {"alibi", "rope"}
-    assert after["settings"]["data"] == "sotu"
-
-
 def test_run_needle_refuses_before_it_trains(run, tmp_path):
     with pytest.raises(ValueError, match="rows"):
         run_needle(run, "1x", tmp_path, rows=["alibi"])

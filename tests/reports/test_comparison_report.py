@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scaleinv.eval.summary import parse_summary, read_summary
 from scaleinv.plots import compare, tables
 from scaleinv.reports import comparison as report
 
@@ -172,7 +173,7 @@ def test_page_holds_every_part(results: Path) -> None:
 
 
 def test_headline_is_computed(results: Path) -> None:
-    text = report.headline(tables.read_summary(results / "summary.json"))
+    text = report.headline(read_summary(results / "summary.json"))
     assert "From a context of 1× (512) to 16× (8k) tokens" in text
     assert "−0.005 with Scale-invariant + p-RoPE" in text
     assert "+1.053 with RoPE" in text
@@ -189,7 +190,7 @@ def test_headline_is_computed(results: Path) -> None:
     ],
 )
 def test_headline_of_little(loss: dict[str, Any], expected: str) -> None:
-    assert report.headline(tables.parse_summary({"loss": loss}, "summary")) == expected
+    assert report.headline(parse_summary({"loss": loss}, "summary")) == expected
 
 
 def test_tables(results: Path) -> None:
@@ -219,7 +220,7 @@ def test_tables(results: Path) -> None:
 def test_rows_that_read_the_same_are_both_best_and_no_needle_found_is_not() -> None:
     loss = {"rope": {"1x": {"mean": 1.00001}}, "alibi": {"1x": {"mean": 1.00004}}, "nope": {"1x": {"mean": 1.1}}}
     needle = {"rope": {"1x": {"accuracy": 0.0}}, "alibi": {"1x": {"accuracy": 0.0}}}
-    summary = tables.parse_summary({"loss": loss, "needle": needle}, "summary")
+    summary = parse_summary({"loss": loss, "needle": needle}, "summary")
     best = {row: cells[0].best for row, cells in tables.loss_table(summary).rows.items()}
     assert best == {"rope": True, "alibi": True, "nope": False}
     assert not any(cells[0].best for cells in tables.needle_table(summary).rows.values())
@@ -227,7 +228,7 @@ def test_rows_that_read_the_same_are_both_best_and_no_needle_found_is_not() -> N
 
 def test_lengths_in_tokens_are_ordered_among_multiples() -> None:
     loss = {"rope": {"4x": {"mean": 1.0}, "1000": {"mean": 1.0}, "1x": {"mean": 1.0}}}
-    summary = tables.parse_summary({"loss": loss, "settings": {"train_length": 512}}, "summary")
+    summary = parse_summary({"loss": loss, "settings": {"train_length": 512}}, "summary")
     assert tables.loss_table(summary).columns == ("1× (512)", "1,000 tokens", "4× (2k)", "1× → 4×")
 
 
@@ -241,7 +242,7 @@ def test_paper_numbers_are_complete() -> None:
 
 
 def test_terminal_table_is_aligned(results: Path) -> None:
-    caption, *lines = tables.terminal_table(json.loads((results / "summary.json").read_text())).splitlines()
+    caption, *lines = tables.terminal_table(read_summary(results / "summary.json")).splitlines()
     assert caption.startswith("Validation loss")
     assert lines[0].split() == ["1×", "(512)", "4×", "(2k)", "16×", "(8k)", "1×", "→", "16×"]
     assert len({line.index(" ± ", 40) for line in lines[1:]}) == 1
@@ -257,7 +258,7 @@ def test_figures_are_written_for_every_chart(results: Path) -> None:
 
 
 def test_static_chart_says_what_it_shows(results: Path) -> None:
-    summary = tables.read_summary(results / "summary.json")
+    summary = read_summary(results / "summary.json")
     chart = compare.by_length("loss-by-length", "Loss", compare.LOSS, summary.loss, 512)
     assert chart is not None
     figure = compare.draw(chart)
@@ -325,7 +326,7 @@ MEAN = {"mean": 1.0, "stderr": 0.1, "seeds": 1}
         ("summary.json", [], "summary.json must be a JSON object"),
         ("summary.json", {"loss": {"rope": {"1x": {"stderr": 0.1}}}}, r"loss\.rope\.1x has no 'mean'"),
         ("summary.json", {"loss": {"rope": {"1x": {"mean": "1"}}}}, "mean must be a number, got '1'"),
-        ("summary.json", {"loss": {"rope": {"long": MEAN}}}, "a length must read like '4x' or '2048', got 'long'"),
+        ("summary.json", {"loss": {"rope": {"long": MEAN}}}, "summary.json: lengths must read like .* got 'long'"),
         ("summary.json", {"loss": {"rope": {"512": MEAN}}}, "train_length must say what 1x is"),
         ("summary.json", {"needle": {"rope": {"1x": {"accuracy": 2}}}}, "accuracy must be between 0 and 1"),
         ("summary.json", {"settings": {"train_length": "512"}}, "train_length must be a positive number"),
@@ -336,8 +337,8 @@ MEAN = {"mean": 1.0, "stderr": 0.1, "seeds": 1}
         ),
         ("evaluations/a-seed0.json", {"row": "rope", "lengths": {"1x": {"positions": [[0, 1]]}}}, "a-seed0.*positions"),
         ("curves/rope.jsonl", "{}\n", r"rope\.jsonl must be named like"),
-        ("curves/rope-seed0.jsonl", '{"step": 1, "loss": 2}\n{\n', "rope-seed0.jsonl, line 2 is not JSON"),
-        ("sweep.json", {"tau": {"1": {"far": MEAN}}}, "sweep.json: a length must read like"),
+        ("curves/rope-seed0.jsonl", '{"step": 1, "loss": 2}\n{\n', "rope-seed0.jsonl line 2 is not JSON"),
+        ("sweep.json", {"tau": {"1": {"far": MEAN}}}, "sweep.json: lengths must read like"),
         ("sweep.json", {"tau": {"big": {"1x": MEAN}}}, "tau must be a positive number of tokens, got 'big'"),
         (
             "needle/rope.json",
@@ -367,7 +368,7 @@ def test_large_figures_of_the_analysis_are_shown_as_pixels(tmp_path: Path) -> No
 
 
 def test_missing_summary_says_what_writes_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"summary.json is missing: `scaleinv compare` writes it"):
+    with pytest.raises(ValueError, match=r"summary.json is missing; `scaleinv compare` writes it"):
         report.write_report(tmp_path)
 
 

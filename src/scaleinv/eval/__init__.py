@@ -2,6 +2,6 @@
 
 from scaleinv.eval.compare import Comparison, compare
 from scaleinv.eval.generation import generate
-from scaleinv.eval.loss import Evaluation, evaluate, parse_lengths
+from scaleinv.eval.loss import Evaluation, evaluate
 
-__all__ = ["Comparison", "Evaluation", "compare", "evaluate", "generate", "parse_lengths"]
+__all__ = ["Comparison", "Evaluation", "compare", "evaluate", "generate"]

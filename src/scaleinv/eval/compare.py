@@ -7,7 +7,6 @@ it was: runs resume from their checkpoints, finished ones are not repeated.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import platform
@@ -24,8 +23,20 @@ from typing import Any
 import torch
 
 from scaleinv import methods, schedule
-from scaleinv.eval.loss import TOKENS, parse_lengths
-from scaleinv.files import write_text
+from scaleinv.eval.loss import TOKENS
+from scaleinv.eval.summary import (
+    SUMMARY,
+    SWEEP,
+    Measurement,
+    Summary,
+    loss,
+    read_summary_if_any,
+    read_sweep,
+    write_summary,
+    write_sweep,
+)
+from scaleinv.files import read_object, write_text
+from scaleinv.lengths import parse
 from scaleinv.machine import cpu_name
 from scaleinv.train.config import preset
 from scaleinv.train.logs import METRICS
@@ -67,7 +78,7 @@ class Comparison:
         self.tau = list(dict.fromkeys(self.tau))
         for name in self.methods:
             methods.row(name)
-        parse_lengths(self.lengths, 1)
+        parse(self.lengths, preset(self.preset, train_length=self.train_length).model.train_length)
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
         for name in ("seeds", "tokens", "jobs"):
@@ -100,7 +111,7 @@ class Job:
         return f"{self.model}{lengthscale}-seed{self.seed}"
 
 
-def compare(plan: Comparison, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def compare(plan: Comparison, say: Callable[[str], None] = lambda text: None) -> Summary:
     """Run the comparison, or what is left of it; writes and returns the summary."""
     jobs = _jobs(plan)
     _check_settings(plan)
@@ -128,7 +139,7 @@ def compare(plan: Comparison, say: Callable[[str], None] = lambda text: None) ->
     return summarize(plan)
 
 
-def summarize(plan: Comparison) -> dict[str, Any]:
+def summarize(plan: Comparison) -> Summary:
     """Write summary.json, curves/ and sweep.json from what is finished."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     sweep: dict[str, dict[str, list[dict[str, float]]]] = {}
@@ -144,32 +155,22 @@ def summarize(plan: Comparison) -> dict[str, Any]:
             path = _evaluation(plan, job, row)
             if not _evaluated(plan, run, path):
                 continue
-            for label, result in json.loads(path.read_text())["lengths"].items():
+            for label, result in read_object(path)["lengths"].items():
                 if job.tau is None:
                     found.setdefault(row, {}).setdefault(label, []).append(result)
                 if row == SWEPT and (job.tau is not None or plan.tau):
                     name = f"{schedule.TAU if job.tau is None else job.tau:g}"
                     sweep.setdefault(name, {}).setdefault(label, []).append(result)
-    path = plan.out / "summary.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
     alone = plan.seeds == 1
-    loss = {row: {label: _over_seeds(values, alone) for label, values in by.items()} for row, by in found.items()}
-    others = {row: by for row, by in earlier.get("loss", {}).items() if row not in plan.methods}
-    loss.update(others)  # that an earlier command asked for
-    summary = {
-        "loss": {row: loss[row] for row in methods.names() if row in loss},
-        "needle": earlier.get("needle", {}),
-        "settings": _settings(plan, corpus),
-    }
-    if "needle" in earlier.get("settings", {}):
-        summary["settings"]["needle"] = earlier["settings"]["needle"]
-    write_text(path, json.dumps(summary, indent=1, ensure_ascii=False))
+    path = plan.out / SUMMARY
+    summary = read_summary_if_any(path).with_loss(
+        {row: _over_seeds(by, alone) for row, by in found.items()}, _settings(plan, corpus), asked=plan.methods
+    )
+    write_summary(path, summary)
     if sweep:
-        path = plan.out / "sweep.json"
-        values = json.loads(path.read_text())["tau"] if path.exists() else {}
-        values.update({tau: {label: _over_seeds(x, alone) for label, x in by.items()} for tau, by in sweep.items()})
-        ordered = dict(sorted(values.items(), key=lambda item: float(item[0])))
-        write_text(path, json.dumps({"tau": ordered}, indent=1))
+        path = plan.out / SWEEP
+        values = read_sweep(path, summary.train_length) if path.exists() else {}
+        write_sweep(path, values | {tau: _over_seeds(by, alone) for tau, by in sweep.items()})
     return summary
 
 
@@ -291,9 +292,9 @@ def _check_settings(plan: Comparison) -> None:
     wanted["steps"] = plan.steps or usual.steps
     wanted |= {name: getattr(usual.model, name) for name in ("layers", "width", "heads", "train_length")}
     there = {}
-    path = plan.out / "summary.json"
+    path = plan.out / SUMMARY
     if path.exists():
-        there[path] = json.loads(path.read_text())["settings"]
+        there[path] = read_summary_if_any(path).settings
     for path in sorted((plan.out / "runs").glob(f"*/{CONFIG}")):
         config = read_config(path.parent)[0]
         there[path] = {**dataclasses.asdict(config.model), **dataclasses.asdict(config)}
@@ -310,9 +311,9 @@ def _evaluated(plan: Comparison, run: Path, path: Path) -> bool:
     """Are these weights evaluated, at all the lengths and on as many tokens as the plan asks for?"""
     if not path.exists() or not _finished(run):
         return False
-    found = json.loads(path.read_text())
+    found = read_object(path)
     return (
-        found["lengths"].keys() >= parse_lengths(plan.lengths, 1).keys()
+        found["lengths"].keys() >= parse(plan.lengths, found["train_length"]).keys()
         and found.get("tokens") == (plan.tokens or TOKENS)
         and found.get("weights") == weights_digest(run)
     )
@@ -322,15 +323,14 @@ def _finished(run: Path) -> bool:
     return (run / CONFIG).exists() and weights_step(run) == read_config(run)[0].steps
 
 
-def _over_seeds(values: list[dict[str, float]], alone: bool) -> dict[str, float | int | None]:
-    """Mean and standard error over seeds; where all rows have a single seed, the error over windows."""
-    means = [value["mean"] for value in values]
-    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    return {
-        "mean": statistics.fmean(means),
-        "stderr": values[0]["stderr"] if alone else error,
-        "seeds": len(means),
-    }
+def _over_seeds(by_length: dict[str, list[dict[str, float]]], alone: bool) -> dict[str, Measurement]:
+    """Mean and standard error over seeds at each length; with a single seed for all, the error over windows."""
+    found = {}
+    for label, values in by_length.items():
+        means = [value["mean"] for value in values]
+        error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+        found[label] = loss(statistics.fmean(means), values[0]["stderr"] if alone else error, len(means))
+    return found
 
 
 def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]:

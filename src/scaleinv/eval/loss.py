@@ -10,6 +10,7 @@ from typing import Any
 
 from scaleinv import methods
 from scaleinv.files import write_text
+from scaleinv.lengths import parse
 from scaleinv.train.store import load_model, run_corpus, weights_digest
 from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
 
@@ -54,18 +55,6 @@ class Evaluation:
         return path
 
 
-def parse_lengths(text: str | Sequence[str], train_length: int) -> dict[str, int]:
-    """``"1x,4x,1000"`` as tokens: multiples of the training length, or counts."""
-    lengths = {}
-    for label in text.split(",") if isinstance(text, str) else text:
-        label = label.strip().lower()
-        number = label.removesuffix("x")
-        if not number.isdigit() or int(number) < 1:
-            raise ValueError(f"lengths must be multiples like 4x or counts of tokens, got {label!r}")
-        lengths[label] = int(number) * (train_length if label.endswith("x") else 1)
-    return lengths
-
-
 def evaluate(
     run: Path | str,
     lengths: str = "1x,4x,16x",
@@ -91,7 +80,7 @@ def evaluate(
     run = Path(run)
     model, config = load_model(run, device, step)
     weights = weights_digest(run) if step is None else None
-    named = parse_lengths(lengths, config.model.train_length)
+    named = parse(lengths, config.model.train_length)
     data = run_corpus(config).val
     count = usable_tokens(data.total, tokens, list(named.values()))
     trained_as = methods.trained_as(config.model.method)

@@ -17,10 +17,11 @@ import torch
 
 from scaleinv import methods
 from scaleinv.data import TokenData, Tokenizer
-from scaleinv.eval.loss import parse_lengths
 from scaleinv.eval.needle_decode import read_samples
 from scaleinv.eval.needle_task import NeedleTask, make_sample
 from scaleinv.eval.needle_train import NeedleTraining, autocast, finetune
+from scaleinv.eval.summary import SUMMARY, parse_accuracy, read_summary_if_any, write_summary
+from scaleinv.lengths import parse
 from scaleinv.model import GPT, PRESETS, GPTConfig
 from scaleinv.train import store
 
@@ -28,7 +29,6 @@ SAMPLES = 100
 """Samples at each length."""
 DEPTHS = 10
 """Bins of the needles' depths."""
-SUMMARY = "summary.json"
 _Z95 = 1.959963984540054  # of the standard normal, two-sided 95 %
 
 Say = Callable[[str], None]
@@ -230,7 +230,7 @@ def run_needle(
     for row in rows:
         if methods.trained_as(row) != trained_as:
             raise ValueError(f"rows must be served by a model trained as {trained_as!r}, got {row!r}")
-    named = parse_lengths(lengths, config.model.train_length)
+    named = parse(lengths, config.model.train_length)
     usual_task, usual_training = default_task(config.model)
     task, training = task or usual_task, training or usual_training
     corpus = store.run_corpus(config)
@@ -280,31 +280,25 @@ def run_needle(
         for label, at in found.items():
             progress(f"{row} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
     if summary:
-        write_summary(folder.parent, results)
+        enter_in_summary(folder.parent, results)
     return results
 
 
 def _check_summary(folder: Path, rows: Sequence[str], settings: Mapping[str, Any]) -> None:
     """ValueError if the folder's summary has other rows of another task: one table cannot hold both."""
     path = folder / SUMMARY
-    values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    there = values.get("settings", {}).get("needle")
-    if set(values.get("needle", {})) - set(rows) and there != json.loads(json.dumps(settings)):
+    there = read_summary_if_any(path)
+    if set(there.needle) - set(rows) and there.settings.get("needle") != json.loads(json.dumps(settings)):
         raise ValueError(f"{path} has needle results of another task or training: choose another folder")
 
 
-def write_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
+def enter_in_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
     """Enter results in a folder's summary.json, beside what is there: the accuracies of each row by length."""
     path = folder / SUMMARY
-    values: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() else {"loss": {}, "needle": {}, "settings": {}}
-    )
+    summary = read_summary_if_any(path)
     for row, result in results.items():
-        values.setdefault("needle", {})[row] = {
-            label: {name: at[name] for name in ("accuracy", "low", "high", "samples")}
-            for label, at in result["lengths"].items()
-        }
-        values.setdefault("settings", {})["needle"] = result["settings"]
-        values["settings"].setdefault("train_length", result["settings"]["train_length"])
-    store.write_text(path, json.dumps(values, indent=1, ensure_ascii=False))
+        found = {label: parse_accuracy(at, f"{row} at {label}") for label, at in result["lengths"].items()}
+        settings = result["settings"]
+        summary = summary.with_needle({row: found}, settings, settings["train_length"])
+    write_summary(path, summary)
     return path

@@ -6,7 +6,6 @@ A `Chart` says what to show; `draw` shows it with matplotlib, and ``page.js`` in
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections import defaultdict
@@ -15,23 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaleinv.analysis.figures import save_data
-from scaleinv.plots import needle, style
-from scaleinv.plots.tables import (
-    Estimate,
-    Estimates,
-    length_label,
+from scaleinv.eval.summary import (
+    Measurement,
+    Measurements,
     lengths_of,
     mapping,
     multiple,
     number,
-    ordered_lengths,
-    ordered_rows,
+    ordered_methods,
     parse_accuracy,
-    parse_loss,
-    parse_rows,
-    read_json,
-    tokens_label,
 )
+from scaleinv.files import read_json, read_lines
+from scaleinv.lengths import label as length_label
+from scaleinv.lengths import ordered as ordered_lengths
+from scaleinv.lengths import tokens_label
+from scaleinv.plots import needle, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,7 +99,7 @@ class Chart:
 class HeatMap:
     """Share of needles found by row, then depth (from and to, as fractions of the context), then length."""
 
-    rows: dict[str, dict[tuple[float, float], dict[str, Estimate]]]
+    rows: dict[str, dict[tuple[float, float], dict[str, Measurement]]]
     lengths: tuple[str, ...]
     results: tuple[Mapping[str, Any], ...]
     """What the files hold."""
@@ -113,7 +110,7 @@ class HeatMap:
         return needle.save_heatmaps(known, figures, "needle-depth") if known else []
 
 
-def by_length(name: str, title: str, y_label: str, estimates: Estimates, train_length: int | None) -> Chart | None:
+def by_length(name: str, title: str, y_label: str, estimates: Measurements, train_length: int | None) -> Chart | None:
     """A curve for each row against the length of the context, from ``summary.json``."""
     keys = lengths_of(estimates, train_length)
     looks = _looks(estimates)
@@ -186,7 +183,7 @@ def training(folder: Path, train_length: int | None) -> Chart | None:
             raise ValueError(f"{path} must be named like rope-seed0.jsonl")
         if named[2]:  # of the sweep, which has a chart of its own
             continue
-        for line in _lines(path):
+        for line in read_lines(path):
             step = number(line, "step", str(path))
             if "loss" in line:
                 losses[""][named[1]][step].append(number(line, "loss", str(path)))
@@ -206,18 +203,7 @@ def training(folder: Path, train_length: int | None) -> Chart | None:
     return _filled(Chart("training", "Loss during training", caption, "step", LOSS, tuple(panels)))
 
 
-def read_sweep(path: Path, train_length: int | None) -> Estimates:
-    """``sweep.json``: losses by τ, smallest first, then by length."""
-    taus = parse_rows(mapping(read_json(path), str(path)).get("tau", {}), f"{path}: tau", parse_loss)
-    for tau, lengths in taus.items():
-        if not re.fullmatch(r"\d+(\.\d+)?(e[-+]?\d+)?", tau) or not float(tau):
-            raise ValueError(f"{path}: tau must be a positive number of tokens, got {tau!r}")
-        for key in lengths:
-            multiple(key, train_length, str(path))
-    return {tau: taus[tau] for tau in sorted(taus, key=float)}
-
-
-def sweep_chart(sweep: Estimates, train_length: int | None) -> Chart | None:
+def sweep_chart(sweep: Measurements, train_length: int | None) -> Chart | None:
     """Figure 5: a curve for each length against τ."""
     colors = (*style.RATIOS, *OTHERS)
     series = tuple(
@@ -266,7 +252,7 @@ def needle_depths(folder: Path, train_length: int | None) -> HeatMap | None:
                 if not 0 <= ends[0] < ends[1] <= 1:
                     raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
                 depths[ends][key] = parse_accuracy(depth, where)
-    kept = {row: dict(sorted(rows[row].items())) for row in ordered_rows(rows) if rows[row]}
+    kept = {row: dict(sorted(rows[row].items())) for row in ordered_methods(rows) if rows[row]}
     keys = ordered_lengths((key for row in kept.values() for at in row.values() for key in at), train_length)
     return HeatMap(kept, tuple(keys), tuple(results[row] for row in kept)) if kept else None
 
@@ -333,13 +319,13 @@ def _filled(chart: Chart) -> Chart | None:
 
 def _looks(rows: Iterable[str]) -> dict[str, style.Look]:
     """How each row is drawn, in the paper's order; unknown rows keep their names and get spare colours."""
-    ordered = ordered_rows(rows)
+    ordered = ordered_methods(rows)
     unknown = [row for row in ordered if row not in style.METHODS]
     spare = {row: style.Look(row, OTHERS[i % len(OTHERS)], "osv^D"[i % 5], "--") for i, row in enumerate(unknown)}
     return {row: style.METHODS.get(row) or spare[row] for row in ordered}
 
 
-def _points(found: Iterable[tuple[float, str, Estimate]]) -> tuple[Point, ...]:
+def _points(found: Iterable[tuple[float, str, Measurement]]) -> tuple[Point, ...]:
     """Points at x, with what x is in words; none where a run diverged."""
     return tuple(Point(x, e.value, e.low, e.high, words) for x, words, e in found if math.isfinite(e.value))
 
@@ -374,16 +360,3 @@ def _row(data: Mapping[str, Any], path: Path) -> str:
     if not isinstance(data.get("row"), str):
         raise ValueError(f"{path} must name its row, got {data.get('row')!r}")
     return data["row"]
-
-
-def _lines(path: Path) -> list[Mapping[str, Any]]:
-    """The objects of a JSONL file; a last line that a running program has half written is left out."""
-    text = path.read_text(encoding="utf-8")
-    lines = []
-    for i, line in enumerate(text.splitlines(keepends=True), start=1):
-        try:
-            lines.append(mapping(json.loads(line), f"{path}, line {i}"))
-        except json.JSONDecodeError as error:
-            if line.endswith("\n"):
-                raise ValueError(f"{path}, line {i} is not JSON: {error}") from error
-    return lines

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from scaleinv.analysis.model import ModelStatistics
 from scaleinv.analysis.scores import ScoreStatistics
+from scaleinv.lengths import tokens_label
 from scaleinv.plots import style
-from scaleinv.plots.tables import tokens_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

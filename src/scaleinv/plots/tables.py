@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleinv import lengths
 from scaleinv.analysis.figures import save_data
+from scaleinv.eval.summary import Measurement, Measurements, Summary, lengths_of
 from scaleinv.plots import style
 
 METHOD = "scale-invariant-p-rope"
@@ -51,36 +51,6 @@ PAPER_NEEDLE: dict[str, tuple[float, float, float]] = {
     "alibi": (0.957, 0.020, 0.003),
     "scale-invariant-p-rope": (0.965, 0.969, 0.969),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A number with its uncertainty: a loss ± its standard error, or an accuracy and its interval."""
-
-    value: float
-    """NaN where a run diverged."""
-    low: float | None
-    high: float | None
-    text: str
-    record: dict[str, Any]
-    """What the file said."""
-
-
-Estimates = dict[str, dict[str, Estimate]]
-"""By row, then by length."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """``summary.json``, checked."""
-
-    loss: Estimates
-    needle: Estimates
-    settings: dict[str, Any]
-
-    @property
-    def train_length(self) -> int | None:
-        return self.settings.get("train_length")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,24 +97,26 @@ class Table:
         return [*paths, markdown]
 
 
-def terminal_table(summary: Mapping[str, Any]) -> str:
-    """The loss table of a parsed ``summary.json`` as aligned text, best of each column marked with ``*``.
+def terminal_table(summary: Summary) -> str:
+    """The loss table as aligned text, best of each column marked with ``*``.
 
     >>> loss = {"rope": {"1x": {"mean": 1.5}, "16x": {"mean": 2.5}}, "alibi": {"16x": {"mean": 1.6}}}
-    >>> for line in terminal_table({"loss": loss, "settings": {"train_length": 512}}).splitlines():
+    >>> from scaleinv.eval.summary import parse_summary
+    >>> summary = parse_summary({"loss": loss, "settings": {"train_length": 512}}, "example")
+    >>> for line in terminal_table(summary).splitlines():
     ...     line
     'Validation loss (nats per token)'
     '       1× (512)   16× (8k)   1× → 16×'
     'rope      1.500*     2.500     +1.000'
     'alibi         –      1.600*         –'
     """
-    table = loss_table(parse_summary(summary, "summary"))
+    table = loss_table(summary)
     return f"{table.caption}\n{table.text()}"
 
 
 def loss_table(summary: Summary) -> Table:
     """Rows × lengths, and the change from the shortest length to the longest."""
-    found = [estimate for lengths in summary.loss.values() for estimate in lengths.values()]
+    found = [estimate for by_length in summary.loss.values() for estimate in by_length.values()]
     counts = sorted({estimate.record["seeds"] for estimate in found} - {None})
     seeds = f", {' or '.join(map(str, counts))} seed{'s' * (counts[-1] > 1)}" if counts else ""
     over = f" {summary.settings['stderr']}" if isinstance(summary.settings.get("stderr"), str) else ""
@@ -155,7 +127,7 @@ def loss_table(summary: Summary) -> Table:
     if len(keys) < 2:
         return table
     moved = {row: Cell(signed(changed[row]), changed[row]) if row in changed else Cell("–") for row in table.rows}
-    columns = (*table.columns, f"{length_label(keys[0])} → {length_label(keys[-1])}")
+    columns = (*table.columns, f"{lengths.label(keys[0])} → {lengths.label(keys[-1])}")
     return dataclasses.replace(table, columns=columns, rows={row: (*x, moved[row]) for row, x in table.rows.items()})
 
 
@@ -165,8 +137,8 @@ def needle_table(summary: Summary) -> Table:
     return _table("needle", caption, summary.needle, summary.train_length, max)
 
 
-def sweep_table(sweep: Estimates, train_length: int | None) -> Table:
-    """Values of τ × lengths; see `scaleinv.plots.compare.read_sweep`."""
+def sweep_table(sweep: Measurements, train_length: int | None) -> Table:
+    """Values of τ × lengths; see `scaleinv.eval.summary.read_sweep`."""
     caption = "Validation loss (nats per token) by lengthscale τ (tokens)"
     return _table("tau-sweep", caption, sweep, train_length, min, kind="tau")
 
@@ -175,7 +147,7 @@ def paper_table(name: str, caption: str, numbers: Mapping[str, tuple[float, ...]
     """The paper's numbers for those of ``rows`` that it has, or for all if it has none of them."""
     estimates = {
         row: {
-            key: Estimate(value, None, None, f"{value:.3f}", {"value": value})
+            key: Measurement(value, None, None, f"{value:.3f}", {"value": value})
             for key, value in zip(PAPER_LENGTHS, numbers[row], strict=True)
         }
         for row in [row for row in rows if row in numbers] or numbers
@@ -195,135 +167,9 @@ def changes(summary: Summary) -> dict[str, float]:
     return {row: last - first for row, (first, last) in both.items() if math.isfinite(last - first)}
 
 
-def read_summary(path: Path) -> Summary:
-    """Read and check ``summary.json``."""
-    return parse_summary(read_json(path), str(path))
-
-
-def parse_summary(data: Any, where: str) -> Summary:
-    """Check a parsed ``summary.json``; ``where`` is named in errors."""
-    data = mapping(data, where)
-    settings = mapping(data.get("settings", {}), f"{where}: settings")
-    length = settings.get("train_length")
-    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-        raise ValueError(f"{where}: settings.train_length must be a positive number of tokens, got {length!r}")
-    loss = parse_rows(data.get("loss", {}), f"{where}: loss", parse_loss)
-    needle = parse_rows(data.get("needle", {}), f"{where}: needle", parse_accuracy)
-    for key in [key for rows in (loss, needle) for lengths in rows.values() for key in lengths]:
-        multiple(key, length, where)
-    return Summary(loss, needle, dict(settings))
-
-
-def parse_rows(data: Any, where: str, parse: Callable[[Any, str], Estimate]) -> Estimates:
-    """Estimates by row and length, rows in the paper's order."""
-    data = mapping(data, where)
-    return {
-        row: {key: parse(value, f"{where}.{row}.{key}") for key, value in mapping(data[row], f"{where}.{row}").items()}
-        for row in ordered_rows(data)
-    }
-
-
-def parse_loss(data: Any, where: str) -> Estimate:
-    """``{"mean", "stderr", "seeds"}``; the last two may be missing or null."""
-    data = mapping(data, where)
-    mean, error = number(data, "mean", where), number(data, "stderr", where, optional=True)
-    seeds = data.get("seeds")
-    if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
-        raise ValueError(f"{where}: seeds must be a positive whole number, got {seeds!r}")
-    record = {"mean": mean, "stderr": error, "seeds": seeds}
-    if not math.isfinite(mean):
-        return Estimate(math.nan, None, None, "diverged", record)
-    if not error or not math.isfinite(error):
-        return Estimate(mean, None, None, f"{mean:.3f}", record)
-    return Estimate(mean, mean - error, mean + error, f"{mean:.3f} ± {error:.3f}", record)
-
-
-def parse_accuracy(data: Any, where: str) -> Estimate:
-    """``{"accuracy", "low", "high", "samples"}``; the last three may be missing or null."""
-    data = mapping(data, where)
-    value = number(data, "accuracy", where)
-    low, high = (number(data, key, where, optional=True) for key in ("low", "high"))
-    if not 0 <= value <= 1:
-        raise ValueError(f"{where}: accuracy must be between 0 and 1, got {value}")
-    text = f"{value:.3f}" if low is None or high is None else f"{value:.3f} ({low:.2f}–{high:.2f})"
-    samples = data.get("samples", data.get("needles"))
-    return Estimate(value, low, high, text, {"accuracy": value, "low": low, "high": high, "samples": samples})
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is missing: `scaleinv compare` writes it") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def mapping(data: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where} must be a JSON object, got {data!r:.60}")
-    return data
-
-
-def number(data: Mapping[str, Any], key: str, where: str, *, optional: bool = False) -> Any:
-    """``data[key]`` as a float; null is NaN, or None (as is a missing key) where optional."""
-    if key not in data and not optional:
-        raise ValueError(f"{where} has no {key!r}")
-    value = data.get(key)
-    if value is None:
-        return None if optional else math.nan
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{where}: {key} must be a number, got {value!r:.60}")
-    return float(value)
-
-
-def multiple(key: str, train_length: int | None, where: str = "length") -> float:
-    """A length as a multiple of the training length: ``"4x"`` is 4, ``"2048"`` at 512 tokens too."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(x?)", key)
-    if not found or not float(found[1]):
-        raise ValueError(f"{where}: a length must read like '4x' or '2048', got {key!r}")
-    if found[2]:
-        return float(found[1])
-    if train_length is None:
-        raise ValueError(f"{where}: {key!r} is in tokens, so settings.train_length must say what 1x is")
-    return float(found[1]) / train_length
-
-
-def ordered_lengths(keys: Iterable[str], train_length: int | None) -> list[str]:
-    """Each length once, shortest first."""
-    return sorted(dict.fromkeys(keys), key=lambda key: multiple(key, train_length))
-
-
-def ordered_rows(rows: Iterable[str]) -> list[str]:
-    """Each row once, in the paper's order; unknown ones last."""
-    order = list(style.METHODS)
-    return sorted(dict.fromkeys(rows), key=lambda row: order.index(row) if row in order else len(order))
-
-
-def lengths_of(estimates: Estimates, train_length: int | None) -> list[str]:
-    """The lengths that any row has, shortest first."""
-    return ordered_lengths((key for lengths in estimates.values() for key in lengths), train_length)
-
-
-def length_label(key: str, train_length: int | None = None) -> str:
-    """``"4x"`` is 4×, or 4× (16k) where the training length is given; ``"2048"`` is 2k tokens."""
-    if not key.endswith("x"):
-        return f"{tokens_label(float(key))} tokens"
-    tokens = f" ({tokens_label(float(key[:-1]) * train_length)})" if train_length else ""
-    return f"{key[:-1]}×{tokens}"
-
-
 def row_label(row: str) -> str:
     """A row's name for people; an unknown row keeps its own."""
     return style.METHODS[row].label if row in style.METHODS else row
-
-
-def tokens_label(tokens: float) -> str:
-    """512, 4k, 1M."""
-    for unit, name in ((2**20, "M"), (2**10, "k")):
-        if tokens >= unit and tokens % unit == 0:
-            return f"{tokens / unit:.0f}{name}"
-    return f"{tokens:,.0f}"
 
 
 def signed(value: float) -> str:
@@ -333,13 +179,13 @@ def signed(value: float) -> str:
 def _table(
     name: str,
     caption: str,
-    estimates: Estimates,
+    estimates: Measurements,
     train_length: int | None,
     best: Callable[[list[float]], float],
     kind: str = "row",
 ) -> Table:
     keys = lengths_of(estimates, train_length)
-    rows = {row: [_cell(lengths.get(key)) for key in keys] for row, lengths in estimates.items()}
+    rows = {row: [_cell(by_length.get(key)) for key in keys] for row, by_length in estimates.items()}
     for column in range(len(keys)):
         values = [cells[column].value for cells in rows.values()]
         # Rows that read the same are equally good; an accuracy of 0 is not.
@@ -349,16 +195,16 @@ def _table(
             won = value is not None and target != 0 and round(value, 3) == target
             cells[column] = dataclasses.replace(cells[column], best=won)
     records = tuple(
-        {kind: row, "length": key, "multiple": multiple(key, train_length), **lengths[key].record}
-        for row, lengths in estimates.items()
+        {kind: row, "length": key, "multiple": lengths.multiple(key, train_length), **by_length[key].record}
+        for row, by_length in estimates.items()
         for key in keys
-        if key in lengths
+        if key in by_length
     )
-    columns = tuple(length_label(key, train_length) for key in keys)
+    columns = tuple(lengths.label(key, train_length) for key in keys)
     return Table(name, caption, columns, {row: tuple(cells) for row, cells in rows.items()}, records, kind)
 
 
-def _cell(estimate: Estimate | None) -> Cell:
+def _cell(estimate: Measurement | None) -> Cell:
     if estimate is None:
         return Cell("–")
     return Cell(estimate.text, estimate.value if math.isfinite(estimate.value) else None)

@@ -16,22 +16,20 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from scaleinv.eval.summary import SUMMARY, SWEEP, Summary, lengths_of, read_summary, read_sweep
+from scaleinv.lengths import label as length_label
+from scaleinv.lengths import multiple
 from scaleinv.plots import compare, needle
 from scaleinv.plots.compare import Chart, HeatMap
 from scaleinv.plots.tables import (
     METHOD,
     PAPER_LOSS,
     PAPER_NEEDLE,
-    Summary,
     Table,
     changes,
-    length_label,
-    lengths_of,
     loss_table,
-    multiple,
     needle_table,
     paper_table,
-    read_summary,
     row_label,
     signed,
     sweep_table,
@@ -79,7 +77,7 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
     folder = Path(folder)
     say = progress or (lambda text: None)
     say(f"reading {folder}")
-    summary = read_summary(folder / "summary.json")
+    summary = read_summary(folder / SUMMARY)
     length = summary.train_length
     charts = {
         "by length": compare.by_length("loss-by-length", "Loss by context length", compare.LOSS, summary.loss, length),
@@ -88,7 +86,7 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
         "needle": compare.by_length("needle-by-length", "Needles found", compare.FOUND, summary.needle, length),
     }
     heat = compare.needle_depths(folder / "needle", length)
-    sweep = compare.read_sweep(folder / "sweep.json", length) if (folder / "sweep.json").exists() else {}
+    sweep = read_sweep(folder / SWEEP, length) if (folder / SWEEP).exists() else {}
     charts["sweep"] = compare.sweep_chart(sweep, length)
     tables = {}
     if summary.loss:
