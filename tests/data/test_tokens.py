@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from scaleinv.data import TokenData, document_ids, load_corpus, open_shard, prepare, write_shard
 
 TOTAL = 1000
+Order = Literal["random", "sequential"]
+ORDERS: tuple[Order, ...] = ("random", "sequential")
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +41,61 @@ def test_read_across_shards(data: TokenData, start: int, count: int) -> None:
 
 
 @given(
-    step=st.integers(0, 200), rows=st.integers(1, 3), world=st.integers(1, 4), length=st.sampled_from([1, 7, 64, 999])
+    step=st.integers(0, 200),
+    rows=st.integers(1, 3),
+    world=st.integers(1, 4),
+    length=st.sampled_from([1, 7, 64, 999]),
+    order=st.sampled_from(ORDERS),
 )
-def test_batch_does_not_depend_on_the_world(data: TokenData, step: int, rows: int, world: int, length: int) -> None:
+def test_batch_does_not_depend_on_the_world(
+    data: TokenData, step: int, rows: int, world: int, length: int, order: Order
+) -> None:
     batch = rows * world
-    inputs, targets = data.batch(step, batch, length)
+    inputs, targets = data.batch(step, batch, length, order=order)
     assert inputs.shape == targets.shape == (batch, length)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, (inputs + 1) % TOTAL)  # one later; at the end the stream starts again
-    parts = [data.batch(step, batch, length, rank=rank, world=world) for rank in range(world)]
+    parts = [data.batch(step, batch, length, rank=rank, world=world, order=order) for rank in range(world)]
     assert torch.equal(torch.cat([part[0] for part in parts]), inputs)
     assert torch.equal(torch.cat([part[1] for part in parts]), targets)
 
 
-def test_batch_follows_the_order_of_the_stream(data: TokenData) -> None:
-    inputs, _ = data.batch(step=3, batch=4, length=10)
+def test_batch_does_not_depend_on_the_shards(data: TokenData, tmp_path: Path) -> None:
+    write_shard(tmp_path / "whole.bin", np.arange(TOTAL))
+    whole = TokenData([tmp_path / "whole.bin"], end_of_text=0)
+    for step in range(60):
+        assert torch.equal(data.batch(step, 4, 10, seed=3)[0], whole.batch(step, 4, 10, seed=3)[0])
+
+
+def test_sequential_batch_follows_the_stream(data: TokenData) -> None:
+    inputs, _ = data.batch(step=3, batch=4, length=10, order="sequential")
     assert inputs[:, 0].tolist() == [120, 130, 140, 150]
 
 
+def test_random_order_is_the_default_and_depends_on_seed_and_epoch(data: TokenData) -> None:
+    """The windows of an epoch are the same in either order."""
+    first, again, other, sequential = (
+        data.batch(0, 99, 10, **options)[0]
+        for options in ({}, {"order": "random"}, {"seed": 1}, {"order": "sequential"})
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, sequential)
+    assert sorted(first.tolist()) == sorted(other.tolist()) == sequential.tolist()
+    epochs = [data.batch(epoch, 99, 10)[0][:, 0] // 10 for epoch in range(2)]
+    assert not torch.equal(*epochs)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("length", [1, 9, 37, 64, 999])
-def test_an_epoch_has_every_token_at_most_once(data: TokenData, length: int) -> None:
+def test_an_epoch_has_every_token_at_most_once(data: TokenData, length: int, order: Order) -> None:
     windows = (TOTAL - 1) // length
     starts = []
     for epoch in range(3):
-        inputs, _ = data.batch(step=epoch, batch=windows, length=length)
+        inputs, _ = data.batch(step=epoch, batch=windows, length=length, order=order)
         seen = inputs.flatten().tolist()
         assert len(set(seen)) == len(seen) == windows * length > TOTAL - 1 - length
-        starts.append(seen[0])
+        starts.append(min(inputs[:, 0] % length).item())
     assert starts[0] == 0
     assert len(set(starts)) == (3 if length > 2 else 1)  # cut elsewhere each time
 
@@ -79,10 +110,11 @@ def test_an_epoch_has_every_token_at_most_once(data: TokenData, length: int) -> 
         {"rank": -1, "world": 2},
         {"length": 0},
         {"length": TOTAL},
+        {"order": "shuffled"},
     ],
     ids=str,
 )
-def test_batch_errors(data: TokenData, arguments: dict[str, int]) -> None:
+def test_batch_errors(data: TokenData, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))} .*{next(iter(arguments.values()))}"):
         data.batch(**({"step": 0, "batch": 2, "length": 8} | arguments))
 

@@ -80,7 +80,13 @@ def test_other_lengths_are_evaluated_and_other_training_is_refused(plan):
     write_weights(run, model, 2)  # other weights: trained again, say
     assert _finished(run)
     assert not _evaluated(plan, run, path)
-    for changes in ({"steps": 3}, {"train_length": 64}, {"data": "stdlib"}, {"preset": "162m"}):
+    for changes in (
+        {"steps": 3},
+        {"train_length": 64},
+        {"data": "stdlib"},
+        {"preset": "162m"},
+        {"order": "sequential"},
+    ):
         with pytest.raises(ValueError, match=r"summary.json is of a comparison with .* use another out"):
             compare(dataclasses.replace(plan, **changes))
     (plan.out / "summary.json").unlink()

@@ -125,6 +125,7 @@ def test_unwritable_folder_is_a_clear_error(tiny, tmp_path):
     [
         ({"steps": 0}, "steps must be a positive integer"),
         ({"batch_tokens": 100}, "batch_tokens must be a multiple of the training length"),
+        ({"order": "shuffled"}, "order must be 'random' or 'sequential'"),
         ({"schedule": "warm"}, "schedule must be"),
         ({"parallel": "tp"}, "parallel must be"),
         ({"clip": 0.0}, "clip must be positive"),

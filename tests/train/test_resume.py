@@ -1,6 +1,7 @@
 """Nothing is lost: runs are killed for real, and go on as if they had not been."""
 
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from scaleinv import train
 from scaleinv.train import checkpoint
+from scaleinv.train.store import read_config
 
 
 def wait_for_step(config: train.TrainConfig, step: int, process) -> None:
@@ -40,6 +42,22 @@ def test_killed_run_resumes_bitwise(tiny, start, tmp_path, kill_at):
     assert losses(killed.out) == losses(whole.out)
     first, second = (load_file(f"{config.out}/model.safetensors") for config in (whole, killed))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_from_before_the_order_was_chosen_resumes_in_sequence(tiny, tmp_path):
+    wholes = {order: tiny(out=str(tmp_path / order), order=order, decay=0.0) for order in ("sequential", "random")}
+    for config in wholes.values():
+        train.run(config)
+    old = dataclasses.replace(wholes["sequential"], out=str(tmp_path / "old"), steps=2)
+    train.run(old)
+    path = tmp_path / "old" / "config.json"
+    values = json.loads(path.read_text())
+    del values["train"]["order"]
+    path.write_text(json.dumps(values))
+    config, _ = read_config(path.parent)
+    assert config == old
+    train.run(dataclasses.replace(config, steps=6), resume=True)
+    assert losses(old.out) == losses(wholes["sequential"].out) != losses(wholes["random"].out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
     option("--data", nargs="+", action=Joined, default="sotu", help="default: sotu, US State of the Union addresses")
     option("--val-data", nargs="+", action=Joined, help="default: documents held out of --data")
     option("--tokenizer", help="default: bytes for text")
+    option("--order", choices=("random", "sequential"), default="random", help="of the training windows")
     option("--seeds", type=int, default=3, help="default: 3")
     option("--steps", type=int, help="default: the preset's")
     option("--train-length", type=int, help="default: the preset's")
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         data=options.data,
         val_data=options.val_data,
         tokenizer=options.tokenizer,
+        order=options.order,
         seeds=options.seeds,
         steps=options.steps,
         train_length=options.train_length,

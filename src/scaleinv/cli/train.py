@@ -15,6 +15,7 @@ _RUN_OPTIONS = (
     "data",
     "val_data",
     "tokenizer",
+    "order",
     "out",
     "seed",
     "steps",
@@ -61,8 +62,9 @@ def add(commands: Any) -> None:
         help="validation data of the same kinds; default: documents held out of --data",
     )
     option("--tokenizer", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: the shards' own, bytes for text")
+    option("--order", choices=("random", "sequential"), help="of the training windows; default: random")
     option("--steps", type=int, help="optimiser steps; default: the preset's")
-    option("--seed", type=int, help="of the initial weights; default: 0")
+    option("--seed", type=int, help="of the initial weights and the order of windows; default: 0")
     option("--out", help="the run's folder; default: runs/PRESET-METHOD-seedN")
     option("--resume", metavar="DIR", help="go on with the run in DIR, from its last whole checkpoint")
     option("--checkpoint-every", type=int, metavar="STEPS", help="default: the preset's")

@@ -1,7 +1,7 @@
 """Tokens for training and validation: shards read as one stream, and cut into sequences.
 
-The batch of a step is a function of the step alone, whatever the number of ranks, so that a resumed run needs nothing
-but its step.
+The batch of a step is a function of the step and the seed alone, whatever the number of ranks and shards, so that a
+resumed run needs nothing but its step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from scaleinv.data.order import shuffled
 from scaleinv.data.shards import open_shard, scan_shard
 
 _EPOCH_SHIFT = 0.6180339887  # of a window; the golden ratio keeps the offsets of successive epochs apart
@@ -71,24 +73,44 @@ class TokenData:
             shard += 1
         return out
 
-    def batch(self, step: int, batch: int, length: int, *, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    def batch(
+        self,
+        step: int,
+        batch: int,
+        length: int,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        order: Literal["random", "sequential"] = "random",
+        seed: int = 0,
+    ) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, int64 ``[batch / world, length]``; targets are the inputs one token later.
 
-        Sequence s of step n is number ``n * batch + s`` of one fixed order, and rank r takes rows ``r * batch / world``
-        onwards. The order cuts the stream into ``(total - 1) // length`` windows, then starts again: each epoch's
-        windows begin 0.618 of a window later than the last one's, and the last may run on into the stream's beginning.
+        Each epoch cuts the stream into ``(total - 1) // length`` windows and reads each of them once. Its windows begin
+        0.618 of a window later than the last epoch's, and the last window may run on into the stream's beginning.
+        Row s of step n is number ``n * batch + s`` of the epochs one after another, and rank r takes rows
+        ``r * batch / world`` onwards.
+
+        Args:
+            order: "random", a new order in every epoch; or "sequential", that of the stream.
+            seed: of the random order.
         """
         if step < 0 or batch < 1 or not 0 <= rank < world or batch % world:
             raise ValueError(
                 "step must not be negative, batch a positive multiple of world, and rank in 0 … world - 1, "
                 f"got step {step}, batch {batch}, rank {rank}, world {world}"
             )
+        if order not in ("random", "sequential"):
+            raise ValueError(f"order must be 'random' or 'sequential', got {order!r}")
         self._check_length(length)
         rows = batch // world
         first = step * batch + rank * rows
+        windows = (self.total - 1) // length
         out = np.empty((rows, length + 1), dtype=np.int64)
         for row in range(rows):
-            epoch, window = divmod(first + row, (self.total - 1) // length)
+            epoch, window = divmod(first + row, windows)
+            if order == "random":
+                window = shuffled(window, windows, seed, epoch)
             start = window * length + round(epoch * _EPOCH_SHIFT * length) % length
             head = min(length + 1, self.total - start)
             out[row, :head] = self.read(start, head)

@@ -57,6 +57,8 @@ class Comparison:
     data: str = "sotu"
     val_data: str | None = None
     tokenizer: str | None = None
+    order: str = "random"
+    """Of the training windows: "random" or "sequential"."""
     seeds: int = 3
     steps: int | None = None
     train_length: int | None = None
@@ -225,6 +227,7 @@ class _Runner:
             "--data": plan.data,
             "--val-data": plan.val_data,
             "--tokenizer": plan.tokenizer,
+            "--order": plan.order,
             "--steps": plan.steps,
             "--train-length": plan.train_length,
             "--tau": job.tau,
@@ -288,13 +291,13 @@ def _evaluation(plan: Comparison, job: Job, row: str) -> Path:
 def _check_settings(plan: Comparison) -> None:
     """ValueError if the folder holds a comparison of other settings: they would mix silently."""
     usual = preset(plan.preset, train_length=plan.train_length)
-    wanted = {name: getattr(plan, name) for name in ("data", "val_data", "tokenizer")}
+    wanted = {name: getattr(plan, name) for name in ("data", "val_data", "tokenizer", "order")}
     wanted["steps"] = plan.steps or usual.steps
     wanted |= {name: getattr(usual.model, name) for name in ("layers", "width", "heads", "train_length")}
     there = {}
     path = plan.out / SUMMARY
     if path.exists():
-        there[path] = read_summary_if_any(path).settings
+        there[path] = {"order": "sequential", **read_summary_if_any(path).settings}
     for path in sorted((plan.out / "runs").glob(f"*/{CONFIG}")):
         config = read_config(path.parent)[0]
         there[path] = {**dataclasses.asdict(config.model), **dataclasses.asdict(config)}
@@ -342,6 +345,7 @@ def _settings(plan: Comparison, corpus: dict[str, Any] | None) -> dict[str, Any]
         "data": plan.data,
         "val_data": plan.val_data,
         "tokenizer": plan.tokenizer,
+        "order": plan.order,
         "corpus_sha256": corpus["sha256"] if corpus else None,
         "train_length": config.model.train_length if config else plan.train_length,
         "steps": config.steps if config else plan.steps,

@@ -28,8 +28,11 @@ class TrainConfig:
     tokenizer: str | None = setting(
         None, "bytes, gpt2, bpe, bpe:SIZE or a folder", unset="the shards' own, bytes for text", group="data"
     )
+    order: Literal["random", "sequential"] = setting(
+        "random", "order of the training windows; random is a new one in every epoch and for every seed", group="data"
+    )
     out: str = setting("runs/mini", "the run's folder", metavar="DIR")
-    seed: int = setting(0, "seed of the initial weights", least=0)
+    seed: int = setting(0, "seed of the initial weights and the order of windows", least=0)
 
     steps: int = setting(600, "optimiser steps", group="optimisation", least=1, resume=True)
     batch_tokens: int = setting(
@@ -123,7 +126,7 @@ class TrainConfig:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> TrainConfig:
-        values = dict(values)
+        values = {"order": "sequential", **values}  # runs from before there was a choice
         values["model"] = GPTConfig(**values["model"])
         for name in ("betas", "val_multiples"):
             values[name] = tuple(values[name])

@@ -175,7 +175,9 @@ class _Run:
         """One optimiser step; returns the mean loss before it."""
         config, here = self.config, self.here
         length = config.model.train_length
-        inputs, targets = self.corpus.train.batch(step, config.sequences, length, rank=here.rank, world=here.size)
+        inputs, targets = self.corpus.train.batch(
+            step, config.sequences, length, rank=here.rank, world=here.size, order=config.order, seed=config.seed
+        )
         tokens = config.micro_tokens or (65_536 if here.device.type == "cuda" else 16_384)
         parts = math.ceil(inputs.numel() / max(tokens, length))
         total = torch.zeros((), device=here.device)
