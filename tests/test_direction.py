@@ -18,6 +18,7 @@ ORDER = (
         "files",
         "lengths",
         "machine",
+        "hub",
         "schedule",
         "logits",
         "rotary",

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleinv.version import VERSION
+
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
@@ -63,13 +65,14 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, text.getvalue())
 
 
-def write_data(
-    folder: str | Path, name: str, rows: Iterable[Mapping[str, Any]], content: Mapping[str, Any]
-) -> list[Path]:
-    """Write ``{name}.csv`` from rows and ``{name}.json`` from the content; returns their paths."""
+def write_data(folder: str | Path, name: str, rows: Iterable[Mapping[str, Any]], content: Any) -> list[Path]:
+    """Write ``{name}.csv`` from rows and ``{name}.json`` from a mapping or a dataclass; returns their paths.
+
+    The JSON document also holds the name and the version of this package.
+    """
     table, document = Path(folder) / f"{name}.csv", Path(folder) / f"{name}.json"
     write_csv(table, rows)
-    write_json(document, content)
+    write_json(document, {"name": name, "version": VERSION, **_plain(content)})
     return [table, document]
 
 

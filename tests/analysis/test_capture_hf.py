@@ -8,35 +8,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
+from hf_builders import MODELS, make_hf
 from scaleinv import hf
 from scaleinv.analysis import Layer, calibrate, capture, model_statistics, score_statistics
 from scaleinv.analysis.model import last_positions
 
 TOKENS = torch.randint(3, 61, (300,), generator=torch.Generator().manual_seed(3))
-SLIDING = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
-ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-MODELS: dict[str, dict] = {
-    "llama": {},
-    "qwen3": {"head_dim": 16},
-    "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, **SLIDING},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": ROPE, **SLIDING},
-    "phi": {"partial_rotary_factor": 0.5},
-    "smollm3": {"no_rope_layers": [1, 0]},
-}
-
-
-def build(model_type: str, **changes: object) -> PreTrainedModel:
-    """Two layers of four heads that share two keys, in float64 (experts know no more than float32)."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
-    config = CONFIG_MAPPING[model_type](**{**shape, **heads, **ids, **MODELS.get(model_type, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config).eval()
-    return model if "num_local_experts" in MODELS.get(model_type, {}) else model.double()
 
 
 def eager_weights(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -49,7 +28,7 @@ def eager_weights(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_equals_eager_attention(model_type: str) -> None:
-    model = build(model_type)
+    model = make_hf(model_type)
     found = model_statistics(model, TOKENS, [200], windows=1).at(200)
     queries = last_positions(200, 64)
     A = eager_weights(model, TOKENS[:200])[:, :, queries]  # softmax in float32
@@ -69,7 +48,7 @@ def test_equals_eager_attention(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_scores_without_the_rotary_are_those_of_a_model_that_does_not_turn(model_type: str) -> None:
-    model, still = build(model_type), build(model_type)
+    model, still = make_hf(model_type), make_hf(model_type)
     for module in still.modules():
         for name in ("inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq"):
             if hasattr(module, name):
@@ -87,14 +66,14 @@ def test_scores_without_the_rotary_are_those_of_a_model_that_does_not_turn(model
 
 def test_a_rotary_out_of_sight_is_said_to_be() -> None:
     shape = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    model = build("deepseek_v3", num_key_value_heads=4, first_k_dense_replace=2, **shape)
+    model = make_hf("deepseek_v3", num_key_value_heads=4, first_k_dense_replace=2, **shape)
     found = score_statistics(model, TOKENS, 100)
     assert found.without_rotary is None
     assert found.rotary.mean.isfinite().all()
 
 
 def test_a_converted_model_is_measured_as_it_is() -> None:
-    model = build("llama")
+    model = make_hf("llama")
     stock = model_statistics(model, TOKENS, [200], windows=1).at(200)
     factors = torch.tensor([[0.5, 1.0, 2.0, 1.0]] * 2)
     hf.convert(model, calibration=factors)
@@ -115,7 +94,7 @@ def test_a_converted_model_is_measured_as_it_is() -> None:
 
 
 def test_calibration_of_scaled_scores_goes_into_a_conversion() -> None:
-    model = build("llama")
+    model = make_hf("llama")
     one = calibrate(model, TOKENS, 200, windows=1)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight *= 3
@@ -129,7 +108,7 @@ def test_calibration_of_scaled_scores_goes_into_a_conversion() -> None:
 
 
 def test_the_model_comes_back_as_it_was() -> None:
-    model = build("llama")
+    model = make_hf("llama")
     before = model(TOKENS[None, :50]).logits
     implementation = model.config._attn_implementation
     from transformers.models.llama import modeling_llama
@@ -158,7 +137,7 @@ def test_our_own_model_in_a_hugging_face_coat() -> None:
 
 
 def test_float_models_and_learned_positions() -> None:
-    config = CONFIG_MAPPING["gpt2"](vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     found = model_statistics(model, TOKENS, [128], windows=1).at(128)
     assert 0 < found.entropy.min() <= found.entropy.max() < math.log(128)

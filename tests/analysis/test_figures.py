@@ -9,7 +9,6 @@ import pytest
 
 from scaleinv.analysis import check_definitions, context_figure, growth_figure
 from scaleinv.logits import LogN, Plain, ScaleInvariant
-from scaleinv.reports import theory_report
 
 
 def test_context_figure_shows_the_point(tmp_path: Path) -> None:
@@ -46,26 +45,6 @@ def test_what_json_cannot_hold_becomes_null(tmp_path: Path) -> None:
     assert "Infinity" not in text
     assert "NaN" not in text
     json.loads(text)
-
-
-def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
-    lines: list[str] = []
-    paths = theory_report(tmp_path / "all", lines.append, longest=2**14, samples=20)
-    assert all(path.stat().st_size > 0 for path in paths)
-    names = {path.name for path in paths}
-    for stem in ("figure1-gaussian", "figure2", "figure6"):
-        assert {f"{stem}.{kind}" for kind in ("csv", "json", "png", "svg")} <= names
-    assert {"definitions.csv", "definitions.json"} <= names
-    assert any("figure 1" in line for line in lines)
-
-    def stop(line: str) -> None:
-        if line.startswith("figure6"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        theory_report(tmp_path / "some", stop, longest=2**14, samples=20)
-    assert (tmp_path / "some" / "figure2.csv").exists()
-    assert (tmp_path / "some" / "figure2.png").exists()
 
 
 def test_lengths_must_exceed_recent() -> None:

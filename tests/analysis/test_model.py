@@ -130,9 +130,30 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         for ours, theirs in zip(found.lengths, loaded.lengths, strict=True):
             assert ours.ranges == theirs.ranges
             torch.testing.assert_close(ours.range_entropy, theirs.range_entropy, rtol=0, atol=0, equal_nan=True)
-    document.write_text("{}")
-    with pytest.raises(ValueError, match=r"attention\.json.* holds no statistics"):
-        ModelStatistics.load(tmp_path)
+
+
+def test_damaged_statistics_are_named(tmp_path: Path) -> None:
+    _, document = model_statistics(make_gpt(), TOKENS, [256]).save(tmp_path)
+    whole = json.loads(document.read_text())
+
+    def damaged(**changes: object) -> str:
+        return json.dumps({**whole, "lengths": [{**whole["lengths"][0], **changes}]})
+
+    for content, problem in (
+        ("{}", "holds no statistics"),
+        (document.read_text()[:-40], "is not JSON"),
+        (json.dumps({**whole, "lengths": 3}), "holds no statistics"),
+        (json.dumps({**whole, "lengths": [3]}), "holds no statistics"),
+        (json.dumps({**whole, "layers": [0]}), "holds no statistics.*must have shape"),
+        (damaged(entropy=[[1.0]]), "holds no statistics.*must have shape"),
+        (damaged(entropy=[[1.0], "a"]), "holds no statistics"),
+        (damaged(entropy=3), "holds no statistics"),
+        (damaged(ranges=[[0]]), "holds no statistics"),
+        (damaged(surprise=1), "holds no statistics"),
+    ):
+        document.write_text(content)
+        with pytest.raises(ValueError, match=rf"attention\.json {problem}"):
+            ModelStatistics.load(tmp_path)
 
 
 def test_errors_name_the_argument() -> None:

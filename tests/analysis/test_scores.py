@@ -127,13 +127,33 @@ def test_calibration_is_a_mapping_and_a_file(tmp_path: Path) -> None:
     loaded = Calibration.load(found.save(tmp_path / "deep" / "calibration.json"))
     assert (loaded.model, loaded.layers) == ("scale-invariant-p-rope", (0, 1))
     torch.testing.assert_close(loaded.scale, found.scale, rtol=0, atol=0)
-    (tmp_path / "other.json").write_text('{"scale": [[1]]}')
-    with pytest.raises(ValueError, match=r"other\.json.* holds no calibration"):
-        Calibration.load(tmp_path / "other.json")
     with pytest.raises(ValueError, match="scale must be positive"):
         Calibration("x", (0,), torch.tensor([[-1.0]]))
     with pytest.raises(ValueError, match=r"scale must have shape \[2, heads\]"):
         Calibration("x", (0, 1), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"scale": [[1]]}', "holds no calibration"),
+        ('{"model": "x", "layers": [0], "scale": [[1, "a"]]}', "holds no calibration"),
+        ('{"model": "x", "layers": [0], "scale": [[1], [1, 2]]}', "holds no calibration"),
+        ('{"model": "x", "layers": ["a"], "scale": [[1]]}', "holds no calibration"),
+        ('{"model": "x", "layers": 7, "scale": [[1]]}', "holds no calibration"),
+        ('{"model": "x", "layers": [0], "scale": [[1e999]]}', "holds no calibration"),
+        ('{"model": "x", "layers": [0], "sca', "is not JSON"),
+        ("[]", "must hold a JSON object"),
+    ],
+)
+def test_a_damaged_calibration_is_named(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "factors.json"
+    path.write_text(content)
+    with pytest.raises(
+        ValueError, match=rf"factors\.json {problem}.*; `scaleinv analyze model` writes it anew"
+    ) as found:
+        Calibration.load(path)
+    assert "\n" not in str(found.value)
 
 
 def test_a_head_without_variance_keeps_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,7 +126,7 @@ def test_logn_is_plain_attention_at_the_training_length(stock: Stock, tokens: Te
     got = logits(model, tokens)
     torch.testing.assert_close(got[:, -1], expected[:, -1], atol=1e-5, rtol=0)
     assert (got[:, 20] - expected[:, 20]).abs().max() > 0.01
-    assert scaleinv.hf.check(model, length=40, log=None).ok
+    assert scaleinv.hf.check(model, length=40, progress=None).ok
     scaleinv.hf.revert(model)
     scaleinv.hf.convert(model, logits="logn")
     conversion = scaleinv.hf.conversion(model)
@@ -160,7 +160,7 @@ def test_calibration_multiplies_the_scores(
         weight.data = (weight.unflatten(0, (4, -1)) * row[:, None, None]).flatten(0, 1).detach()
     expected = logits(other, tokens)
     torch.testing.assert_close(logits(model, tokens), expected, atol=1e-4, rtol=0)
-    assert scaleinv.hf.check(model, length=40, log=None).ok
+    assert scaleinv.hf.check(model, length=40, progress=None).ok
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again, tokens), logits(model, tokens))
@@ -176,7 +176,7 @@ def test_calibration_of_some_layers(stock: Stock, tokens: Tensor) -> None:
 def test_check_reports(stock: Stock) -> None:
     said: list[str] = []
     model = scaleinv.hf.convert(stock("mistral")).train()
-    result = scaleinv.hf.check(model, length=40, log=said.append)
+    result = scaleinv.hf.check(model, length=40, progress=said.append)
     assert result.ok
     assert model.training
     assert said == [str(result)]
@@ -197,7 +197,7 @@ def test_check_finds_a_mask_that_forgets_the_padding(stock: Stock) -> None:
 
     AttentionMaskInterface.register(ATTENTION, forgetful)
     try:
-        result = scaleinv.hf.check(model, log=None)
+        result = scaleinv.hf.check(model, progress=None)
     finally:
         AttentionMaskInterface.register(ATTENTION, masks.attention_mask)
     wrong = {name for name, difference in result.differences.items() if difference > result.tolerance}

@@ -139,7 +139,7 @@ def test_tokenizers_agree(make):
 
 def test_check_holds(exported):
     model = exported()[0]
-    assert hf.check(model, length=48, log=None)
+    assert hf.check(model, length=48, progress=None).ok
 
 
 def test_a_batch_in_parts_has_the_gradients_of_the_whole(exported):

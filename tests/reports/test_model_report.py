@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 TOKENS = torch.randint(50, (600,), generator=torch.Generator().manual_seed(3))
 FIGURES = ("qq-rotary", "qq-no-rotary", "figure1-model", "ranges")
 FILES = {f"{stem}.{kind}" for stem in FIGURES for kind in ("png", "svg")} | {
-    *("scores.csv", "scores.json", "attention.csv", "attention.json", "calibration.json")
+    *("scores.csv", "scores.json", "attention.csv", "attention.json", "calibration.json", "model.json")
 }
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, " * 12
 
@@ -51,14 +51,40 @@ def test_mistakes_show_before_the_work(tmp_path: Path) -> None:
 def test_lengths() -> None:
     model = make_gpt(train_length=64)
     assert context_lengths(["1x", "16x", "100", 64], model) == [64, 100, 1024]
-    for wrong in ("x", "4y", "1e3", "infx", "nanx", "", "2.5"):
-        with pytest.raises(ValueError, match="lengths must be tokens"):
-            context_lengths([wrong], model)
-    for wrong in ("0", "-1x"):
-        with pytest.raises(ValueError, match="lengths must be positive"):
+    for wrong in ("x", "4y", "1e3", "infx", "nanx", "", "2.5", "0", "-1x"):
+        with pytest.raises(ValueError, match="lengths must read like 4x"):
             context_lengths([wrong], model)
     with pytest.raises(ValueError, match="at least one"):
         context_lengths([], model)
+
+
+def test_a_second_model_does_not_write_over_the_first(tmp_path: Path) -> None:
+    model_report(make_gpt(), TOKENS, ["2x"], tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    held = r"out .* holds results of model scale-invariant-p-rope, weights \w+, and these are of model "
+    with pytest.raises(ValueError, match=held + "rope, weights"):
+        model_report(make_gpt("rope"), TOKENS, ["2x"], tmp_path)
+    trained = make_gpt()
+    with torch.no_grad():
+        trained.output.weight.mul_(1.01)
+    with pytest.raises(ValueError, match=held + "scale-invariant-p-rope, weights"):
+        model_report(trained, TOKENS, ["2x"], tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    model_report(make_gpt(), TOKENS, [300], tmp_path)  # the same model at another length: its results anew
+    assert [entry.length for entry in ModelStatistics.load(tmp_path).lengths] == [300]
+
+
+def test_a_folder_of_an_earlier_version_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "scores.json").write_text('{"model": "alibi"}')
+    with pytest.raises(ValueError, match="holds results of model alibi, and these are of model rope"):
+        model_report(make_gpt("rope"), TOKENS, ["2x"], tmp_path)
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    for content in ("{", "[1]", "\udcff"):
+        (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ValueError, match=r"config\.json (is not|must hold)"):
+            analyze_model(str(tmp_path), ["1x"], None, tmp_path / "out")
 
 
 def write_run(folder: Path, data: Path) -> None:
@@ -97,8 +123,9 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hugging_face_folder(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    from test_capture_hf import build
     from transformers import PreTrainedTokenizerFast
+
+    from hf_builders import make_hf
 
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *dict.fromkeys(TEXT.split())])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
@@ -106,7 +133,7 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     backend.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     folder, book = tmp_path / "tiny-llama", tmp_path / "book.txt"
     PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>").save_pretrained(folder)
-    build("llama").float().save_pretrained(folder)
+    make_hf("llama").float().save_pretrained(folder)
     book.write_text(TEXT * 2)
 
     paths = analyze_model(str(folder), ["1x"], book, tmp_path / "out")
@@ -116,7 +143,7 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "out" / "calibration.json").scale.shape == (2, 4)
     with pytest.raises(ValueError, match="text must be given for a Hugging Face model"):
         analyze_model(str(folder), ["1x"], None, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"path '.*nothing' is neither a run's folder nor a Hugging Face model"):
+    with pytest.raises(ValueError, match="nothing' is no folder, and no id of a model on the Hugging Face hub"):
         analyze_model(str(tmp_path / "nothing"), ["1x"], book, tmp_path / "out")
 
 

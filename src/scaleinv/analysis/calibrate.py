@@ -10,9 +10,7 @@ conversion without training does better with the scores of each head divided by 
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.analysis.scores import ScoreStatistics, score_statistics
+from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class Calibration(Mapping[int, Tensor]):
             )
         return cls(scores.model, scores.layers, torch.where(flat, 1.0, 1 / deviation))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
         values = {
             "kind": "scaleinv calibration",
@@ -63,20 +62,19 @@ class Calibration(Mapping[int, Tensor]):
             "layers": list(self.layers),
             "scale": self.scale.tolist(),
         }
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return path
+        write_json(path, values)
+        return Path(path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+    def load(cls, path: str | Path) -> Calibration:
         """What `save` wrote."""
+        advice = "`scaleinv analyze model` writes it anew"
+        values = read_object(path, advice)
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
             scale = torch.tensor(values["scale"], dtype=torch.float64)
-            return cls(values["model"], tuple(values["layers"]), scale)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"path {os.fspath(path)!r} holds no calibration: {error!r}") from error
+            return cls(values["model"], tuple(map(int, values["layers"])), scale)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise UnreadableFile(path, f"holds no calibration: {error!r}", advice) from error
 
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self.layers:

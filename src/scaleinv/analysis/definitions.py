@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from scaleinv.analysis.figures import Progress, compared, save_data
+from scaleinv.analysis.figures import Progress, compared
 from scaleinv.analysis.verify import Verdict, verify
+from scaleinv.files import write_data
 from scaleinv.logits import ALiBi, LogitTransform
 
 
@@ -29,7 +30,7 @@ class Definitions:
             for method, verdicts in self.verdicts.items()
             for definition, verdict in verdicts.items()
         ]
-        return save_data(folder, "definitions", rows, self)
+        return write_data(folder, "definitions", rows, self)
 
 
 def check_definitions(

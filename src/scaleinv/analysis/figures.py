@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -20,8 +17,8 @@ from scaleinv.analysis.growth import Fit, fit
 from scaleinv.analysis.ranges import estimate
 from scaleinv.analysis.theory import expected_range_entropy
 from scaleinv.analysis.verify import power_starts
+from scaleinv.files import write_data
 from scaleinv.logits import LogitTransform, LogN, Plain, ScaleInvariant
-from scaleinv.version import VERSION
 
 Progress = Callable[[str], None]
 
@@ -68,7 +65,7 @@ class ContextFigure:
 
     def save(self, folder: Path) -> list[Path]:
         """Write ``figure1-gaussian.csv`` and ``.json``; returns their paths."""
-        return save_data(folder, self.name, [dataclasses.asdict(point) for point in self.points], self)
+        return write_data(folder, self.name, [dataclasses.asdict(point) for point in self.points], self)
 
 
 def context_figure(
@@ -132,7 +129,7 @@ class GrowthFigure:
             for curve in self.curves
             for start, value, error in zip(curve.starts, curve.entropy, curve.error, strict=True)
         ]
-        return save_data(folder, self.name, rows, self)
+        return write_data(folder, self.name, rows, self)
 
 
 def growth_figure(
@@ -155,27 +152,3 @@ def growth_figure(
         log_fit, sqrt_fit = fit(starts, values, "log t", errors), fit(starts, values, "√log t", errors)
         curves.append(GrowthCurve(delta, starts, values, errors, log_fit, sqrt_fit))
     return GrowthFigure(name, method, tuple(curves), samples, seed)
-
-
-def save_data(folder: Path, name: str, rows: Iterable[Mapping[str, Any]], content: Any) -> list[Path]:
-    """Write ``{name}.csv`` from rows and ``{name}.json`` from a dataclass, in a folder that is made if missing."""
-    rows = list(rows)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    table, document = folder / f"{name}.csv", folder / f"{name}.json"
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    data = {"name": name, "version": VERSION, **_plain(dataclasses.asdict(content))}
-    document.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [table, document]
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinities and no NaN: they become null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,6 @@ distribution over the other keys, renormalised.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,11 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.analysis.capture import Layer, blocks_of, capture, model_name, windows_of
-from scaleinv.analysis.figures import Progress, save_data
+from scaleinv.analysis.figures import Progress
 from scaleinv.analysis.ranges import Range, range_sums
+from scaleinv.files import UnreadableFile, read_object, write_data
 
 RECENT = 100
 """The most recent tokens, whose share is watched."""
+
+REMAKE = "`scaleinv analyze model` writes it anew"
+"""What to do about a damaged file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +76,21 @@ class ModelStatistics:
 
     def save(self, folder: Path) -> list[Path]:
         """Write ``attention.csv``, a line for each length, layer, head and range, and ``attention.json``."""
-        return save_data(folder, self.file, self._rows(), listed(self))
+        return write_data(folder, self.file, self._rows(), listed(self))
 
     @classmethod
     def load(cls, path: Path) -> ModelStatistics:
         """What `save` wrote, from the folder or from ``attention.json`` itself."""
         path = Path(path) / f"{cls.file}.json" if Path(path).is_dir() else Path(path)
+        values = read_object(path, REMAKE)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
             entries = tuple(LengthStatistics(**_restored(entry)) for entry in values["lengths"])
-            return cls(values["model"], tuple(values["layers"]), entries, values["ratio"], values["recent"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"path {str(path)!r} holds no statistics of a model: {error!r}") from error
+            found = cls(values["model"], tuple(values["layers"]), entries, values["ratio"], values["recent"])
+            for entry in entries:
+                _check_shapes(entry, len(found.layers))
+            return found
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UnreadableFile(path, f"holds no statistics of a model: {error!r}", REMAKE) from error
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for entry in self.lengths:
@@ -201,7 +207,7 @@ def spread(first: int, last: int, count: int) -> Tensor:
 
 
 def listed(content: Any) -> Any:
-    """A dataclass with its tensors as lists, in its fields and in those of dataclasses inside, for `save_data`."""
+    """A dataclass with its tensors as lists, in its fields and in those of dataclasses inside, for `write_data`."""
     if isinstance(content, Tensor):
         return content.tolist()
     if isinstance(content, tuple):
@@ -225,6 +231,16 @@ def _restored(entry: dict[str, Any]) -> dict[str, Any]:
         "ranges": ranges,
         **{name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()},
     }
+
+
+def _check_shapes(entry: LengthStatistics, layers: int) -> None:
+    """ValueError unless all tensors are of as many layers, heads and ranges."""
+    heads = entry.entropy.shape[-1]
+    for name in ("entropy", "far_entropy", "recent_share", "sink_share", "range_share", "range_entropy"):
+        shape = [layers, heads, len(entry.ranges)][: 3 if name.startswith("range_") else 2]
+        found = list(getattr(entry, name).shape)
+        if found != shape:
+            raise ValueError(f"{name} at {entry.length} tokens must have shape {shape}, got {found}")
 
 
 class _Collector:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.analysis.capture import Layer, blocks_of, capture, model_name, training_length, windows_of
-from scaleinv.analysis.figures import Progress, save_data
+from scaleinv.analysis.figures import Progress
 from scaleinv.analysis.model import listed, spread
+from scaleinv.files import write_data
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ScoreStatistics:
 
     def save(self, folder: Path) -> list[Path]:
         """Write ``scores.csv``, a line for each head, with and without the rotary, and ``scores.json``."""
-        return save_data(folder, self.file, self._rows(), listed(self))
+        return write_data(folder, self.file, self._rows(), listed(self))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for kind, scores in (("with", self.rotary), ("without", self.without_rotary)):

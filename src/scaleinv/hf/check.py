@@ -38,7 +38,7 @@ def check(
     length: int = 96,
     seed: int = 0,
     tolerance: float | None = None,
-    log: Callable[[str], Any] | None = print,
+    progress: Callable[[str], Any] | None = print,
 ) -> CheckResult:
     """Compare the logits of one forward pass with those of the other ways to compute them, on random tokens.
 
@@ -50,7 +50,7 @@ def check(
         model: a causal language model, converted or not; it comes back in the mode (train or eval) that it had.
         length: tokens in the longest text; above a sliding window, so that it matters.
         tolerance: None for 1e-4 in float32 and 0.1 in the 16-bit types, times the largest logit where that is over 1.
-        log: gets the result as text; None for silence.
+        progress: called with the result as text; None for silence.
     """
     if length < 16:
         raise ValueError(f"length must be at least 16, got {length}")
@@ -73,8 +73,8 @@ def check(
     result = CheckResult(
         {name: (got.float() - expected.float()).abs().max().item() for name, got, expected in comparisons}, tolerance
     )
-    if log is not None:
-        log(str(result))
+    if progress is not None:
+        progress(str(result))
     return result
 
 

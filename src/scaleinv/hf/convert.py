@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from scaleinv import schedule
 from scaleinv.hf import config as configs
 from scaleinv.hf import rope
-from scaleinv.hf.settings import Calibration, Logits, Settings, calibration_rows
+from scaleinv.hf.settings import HeadFactors, Logits, Settings, calibration_rows
+from scaleinv.hf.source import load_pretrained
+from scaleinv.hub import reason
 
 
 def convert(
@@ -22,7 +24,7 @@ def convert(
     p: float | None = 0.5,
     logits: Logits = "scale-invariant",
     train_length: int | None = None,
-    calibration: Calibration | None = None,
+    calibration: HeadFactors | None = None,
 ) -> PreTrainedModel:
     """Give a decoder-only model scale-invariant attention, in place; the weights stay as they are.
 
@@ -116,9 +118,11 @@ def convert_folder(
 
     ``options`` go to `convert`.
     """
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"out must be a folder, got the file {os.fspath(out)}")
     if Path(out).exists() and any(Path(out).iterdir()):
         raise ValueError(f"out must be a new or an empty folder, got {os.fspath(out)}")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    model = load_pretrained(source)
     convert(model, tau=tau, p=p, **options)
     tokenizer = _tokenizer(source)
     model.save_pretrained(out)
@@ -134,7 +138,7 @@ def _tokenizer(source: str | os.PathLike[str]) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the tokenizer of {os.fspath(source)} cannot be loaded: {error}") from error
+        raise ValueError(f"the tokenizer of {os.fspath(source)} cannot be loaded: {reason(error)}") from error
 
 
 def _convertible(model: PreTrainedModel) -> PreTrainedConfig:

@@ -14,7 +14,8 @@ from scaleinv import schedule
 from scaleinv.logits import LogitTransform, Plain, ScaleInvariant
 
 Logits: TypeAlias = Literal["scale-invariant", "logn", "plain"]
-Calibration: TypeAlias = Tensor | Sequence[Sequence[float]] | Mapping[int, Any]
+HeadFactors: TypeAlias = Tensor | Sequence[Sequence[float]] | Mapping[int, Any]
+"""A factor for each layer and query head; `scaleinv.analysis.Calibration` is one such mapping."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Scaled(LogitTransform):
         return factors * (self.slope * count.clamp_min(1).to(torch.float32).log()[:, None, :])
 
 
-def calibration_rows(calibration: Calibration, layers: int, heads: int) -> tuple[tuple[float, ...], ...]:
+def calibration_rows(calibration: HeadFactors, layers: int, heads: int) -> tuple[tuple[float, ...], ...]:
     """Check a user's calibration and bring it to ``layers`` rows of ``heads`` numbers.
 
     Takes a tensor or nested sequence ``[layers, heads]``, or a mapping from layer to ``[heads]``; layers that a mapping

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaleinv.analysis.figures import save_data
 from scaleinv.eval.summary import (
     Measurement,
     Measurements,
@@ -24,7 +23,7 @@ from scaleinv.eval.summary import (
     ordered_methods,
     parse_accuracy,
 )
-from scaleinv.files import read_json, read_lines
+from scaleinv.files import read_json, read_lines, write_data
 from scaleinv.lengths import label as length_label
 from scaleinv.lengths import ordered as ordered_lengths
 from scaleinv.lengths import tokens_label
@@ -92,7 +91,7 @@ class Chart:
             for series in panel.series
             for point in series.points
         ]
-        return [*style.save(draw(self), figures, self.name), *save_data(tables, f"{self.name}-points", points, self)]
+        return [*style.save(draw(self), figures, self.name), *write_data(tables, f"{self.name}-points", points, self)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scaleinv.files import replacing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -102,10 +104,10 @@ def panels(columns: int, width: float = 4.0, height: float = 3.4) -> tuple[Figur
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``{name}.png`` (200 dots per inch) and ``{name}.svg``; returns their paths."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+    png, svg = Path(folder) / f"{name}.png", Path(folder) / f"{name}.svg"
     with applied():
-        figure.savefig(png, dpi=200)
-        figure.savefig(svg, metadata={"Date": None})
+        with replacing(png) as temporary:
+            figure.savefig(temporary, dpi=200)
+        with replacing(svg) as temporary:
+            figure.savefig(temporary, metadata={"Date": None})
     return [png, svg]

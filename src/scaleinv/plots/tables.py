@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from scaleinv import lengths
-from scaleinv.analysis.figures import save_data
 from scaleinv.eval.summary import Measurement, Measurements, Summary, lengths_of
+from scaleinv.files import write_data, write_text
 from scaleinv.plots import style
 
 METHOD = "scale-invariant-p-rope"
@@ -92,8 +92,8 @@ class Table:
     def save(self, folder: Path) -> list[Path]:
         """Write ``{name}.csv``, ``.json`` and ``.md``; returns their paths."""
         markdown = folder / f"{self.name}.md"
-        paths = save_data(folder, self.name, self.records, self)
-        markdown.write_text(f"{self.caption}\n\n{self.markdown()}", encoding="utf-8")
+        paths = write_data(folder, self.name, self.records, self)
+        write_text(markdown, f"{self.caption}\n\n{self.markdown()}")
         return [*paths, markdown]
 
 

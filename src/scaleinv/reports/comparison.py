@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 from scaleinv.eval.summary import SUMMARY, SWEEP, Summary, lengths_of, read_summary, read_sweep
+from scaleinv.files import write_text
 from scaleinv.lengths import label as length_label
 from scaleinv.lengths import multiple
 from scaleinv.plots import compare, needle
@@ -108,7 +109,7 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
 
     sections = _sections(summary, tables, charts, heat, _analysis(folder / "analysis"))
     path = folder / "report.html"
-    path.write_text(page(summary, sections, [chart for chart in charts.values() if chart]), encoding="utf-8")
+    write_text(path, page(summary, sections, [chart for chart in charts.values() if chart]))
     say(f"wrote {path}")
     return path
 

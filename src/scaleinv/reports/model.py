@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.analysis.calibrate import Calibration
-from scaleinv.analysis.capture import training_length, windows_of
+from scaleinv.analysis.capture import model_name, training_length, windows_of
 from scaleinv.analysis.figures import Progress
 from scaleinv.analysis.model import ModelStatistics, check_lengths, model_statistics
 from scaleinv.analysis.scores import score_statistics
+from scaleinv.files import read_object
+from scaleinv.hub import check_source, reason
+from scaleinv.lengths import parse
 from scaleinv.plots import model as plots
+from scaleinv.reports.folder import claim, fingerprint
 
 LENGTHS = ("1x", "4x", "16x")
 """Context lengths unless others are asked for: multiples of the training length."""
@@ -28,7 +31,7 @@ WINDOWS = 4
 def model_report(
     model: nn.Module,
     tokens: Tensor | Sequence[int],
-    lengths: Sequence[str | int],
+    lengths: str | Sequence[str | int],
     out: Path,
     *,
     name: str | None = None,
@@ -40,6 +43,7 @@ def model_report(
 
     Each part is written as soon as it is done, so an interrupted run leaves what it has: ``scores``, ``qq-rotary``,
     ``qq-no-rotary`` and ``calibration.json`` come first, then ``attention``, ``figure1-model`` and ``ranges``.
+    ``model.json`` says which model they are of: a folder that holds another model's raises ValueError.
 
     Args:
         model: our `GPT` or a Hugging Face causal language model.
@@ -53,8 +57,11 @@ def model_report(
     wanted = context_lengths(lengths, model)
     check_lengths(wanted)  # now, not after the scores
     windows_of(tokens, max(wanted), windows, bos)
+    named = {"model": name or model_name(model), "weights": fingerprint(model)}
+    claimed = claim(out, ("model.json", "scores.json", "attention.json"), named)
     scores = score_statistics(model, tokens, name=name, windows=windows, bos=bos, progress=progress)
-    paths = [*scores.save(out), *plots.save_qq(scores, out), Calibration.of(scores).save(out / "calibration.json")]
+    paths = [claimed, *scores.save(out), *plots.save_qq(scores, out)]
+    paths.append(Calibration.of(scores).save(out / "calibration.json"))
     statistics: ModelStatistics | None = None
     written: list[Path] = []
     for length in wanted:
@@ -68,7 +75,7 @@ def model_report(
 
 def analyze_model(
     path: str,
-    lengths: Sequence[str | int] = LENGTHS,
+    lengths: str | Sequence[str | int] = LENGTHS,
     text: Path | None = None,
     out: Path = Path("figures"),
     progress: Progress | None = None,
@@ -89,37 +96,28 @@ def analyze_model(
     return model_report(model, tokens, lengths, out, name=name, bos=bos, progress=progress)
 
 
-def context_lengths(lengths: Sequence[str | int], model: nn.Module) -> list[int]:
+def context_lengths(lengths: str | Sequence[str | int], model: nn.Module) -> list[int]:
     """Lengths in tokens, ascending, from numbers and multiples of the model's training length.
 
     >>> from scaleinv.model import GPT, GPTConfig
     >>> context_lengths(["4x", 100, "0.5x"], GPT(GPTConfig(layers=1, train_length=512)))
     [100, 256, 2048]
     """
-    found = []
-    for length in lengths:
-        word = str(length).strip()
-        try:
-            tokens = round(float(word[:-1]) * training_length(model)) if word.endswith("x") else int(word)
-        except (ValueError, OverflowError) as error:
-            if word.endswith("x") and "training length" in str(error):
-                raise
-            raise ValueError(
-                f"lengths must be tokens (4096) or multiples of the training length (4x), got {length!r}"
-            ) from None
-        if tokens < 1:
-            raise ValueError(f"lengths must be positive, got {length!r}")
-        found.append(tokens)
+    try:
+        train_length = training_length(model)
+    except ValueError:  # multiples of it cannot be had, tokens can
+        train_length = None
+    found = parse(lengths, train_length)
     if not found:
         raise ValueError("lengths must hold at least one length")
-    return sorted(set(found))
+    return sorted(set(found.values()))
 
 
 Opened = tuple[nn.Module, Tensor, int | None, str]
 """Model, tokens, BOS and name."""
 
 
-def _open_run(path: str, lengths: Sequence[str | int], text: Path | None) -> Opened:
+def _open_run(path: str, lengths: str | Sequence[str | int], text: Path | None) -> Opened:
     from scaleinv.train.store import load_model, run_corpus, run_tokenizer
 
     model, config = load_model(path)
@@ -133,23 +131,23 @@ def _open_run(path: str, lengths: Sequence[str | int], text: Path | None) -> Ope
     return model, _enough(parts, longest, text), None, name
 
 
-def _open_hf(path: str, lengths: Sequence[str | int], text: Path | None) -> Opened:
+def _open_hf(path: str, lengths: str | Sequence[str | int], text: Path | None) -> Opened:
     if text is None:
         raise ValueError(
             f"text must be given for a Hugging Face model: {path!r} brings none (and it is no run's folder)"
         )
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        check_source(path)
+        from transformers import AutoTokenizer
 
-        import scaleinv.hf  # noqa: F401 — makes converted models known to transformers
+        from scaleinv.hf.source import load_pretrained
     except ImportError as error:
         raise RuntimeError(f"path {path!r} is no run's folder, and Hugging Face models need transformers") from error
+    model = load_pretrained(path).eval()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"path {path!r} is neither a run's folder nor a Hugging Face model: {reason}") from error
+    except Exception as error:  # whatever transformers makes of a damaged file
+        raise ValueError(f"the tokenizer of {path} cannot be loaded: {reason(error)}") from error
     bos = tokenizer.bos_token_id
     bos = bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # longer than the model was made for: yes
@@ -177,7 +175,5 @@ def _enough(parts: Iterator[Tensor], longest: int, text: Path) -> Tensor:
 
 
 def _is_run(path: Path) -> bool:
-    try:
-        return "train" in json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
+    config = path / "config.json"
+    return config.is_file() and "train" in read_object(config, "it must be a run's or a Hugging Face model's")

@@ -7,6 +7,7 @@ from pathlib import Path
 from scaleinv.analysis.definitions import check_definitions
 from scaleinv.analysis.figures import Progress, compared, context_figure, growth_figure
 from scaleinv.plots import theory as plots
+from scaleinv.reports.folder import claim
 
 
 def theory_report(
@@ -22,10 +23,12 @@ def theory_report(
         samples: for each point of figure 1 and each range of the checks; figures 2 and 6 take four times as many.
     """
     out = Path(out)
+    settings = {"longest": longest, "samples": samples, "seed": seed}
+    claimed = claim(out, ("theory.json", "figure1-gaussian.json"), settings)
     transforms = compared()
     lengths = [2**k for k in range(7, longest.bit_length())]
     context = context_figure(lengths, samples, seed, progress=progress)
-    paths = [*context.save(out), *plots.save_context(context, out)]
+    paths = [claimed, *context.save(out), *plots.save_context(context, out)]
     for name, method in (("figure2", "scale-invariant"), ("figure6", "plain")):
         growth = growth_figure(name, method, transforms[method], longest, 4 * samples, seed, progress)
         paths += [*growth.save(out), *plots.save_growth(growth, out)]

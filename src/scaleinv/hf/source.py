@@ -1,0 +1,24 @@
+"""Load a model from a folder or from the Hugging Face hub, with an error that says in one line what is wrong."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from scaleinv.hub import check_source, reason
+
+
+def load_pretrained(source: str | os.PathLike[str]) -> Any:
+    """A causal language model from a folder, or by its id on the hub, in the precision in which it was saved.
+
+    Raises ValueError that names ``source`` where there is no such model, or where its files are damaged.
+    """
+    check_source(source)
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    except ImportError:
+        raise
+    except Exception as error:  # whatever transformers and safetensors make of a damaged file
+        raise ValueError(f"{os.fspath(source)} cannot be loaded: {reason(error)}") from error
