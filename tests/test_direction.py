@@ -17,6 +17,7 @@ ORDER = (
         "settings",
         "files",
         "lengths",
+        "progress",
         "machine",
         "hub",
         "schedule",

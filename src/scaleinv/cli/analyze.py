@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from scaleinv import reports
-    from scaleinv.train.logs import terminal
+    from scaleinv.progress import terminal
 
     if options.what == "theory":
         written = reports.theory_report(options.out, progress=terminal)

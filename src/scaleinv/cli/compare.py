@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
     import shlex
 
     from scaleinv.eval.compare import Comparison, Stopped, compare
+    from scaleinv.progress import terminal
     from scaleinv.reports.comparison import terminal_table, write_report
-    from scaleinv.train.logs import terminal
 
     plan = Comparison(
         out=options.out,

@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from scaleinv.eval.loss import TOKENS, evaluate
-    from scaleinv.train.logs import terminal
+    from scaleinv.progress import terminal
 
     rows = options.methods.split(",") if options.methods else None
     out = options.out or options.run_folder / "evaluations"

@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     from scaleinv.eval.needle import SAMPLES, default_task, run_needle
     from scaleinv.plots.compare import needle_depths
-    from scaleinv.train.logs import terminal
+    from scaleinv.progress import terminal
     from scaleinv.train.store import read_config
 
     out = options.out or options.run_folder

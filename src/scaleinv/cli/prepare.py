@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from scaleinv.data import prepare
-    from scaleinv.train.logs import terminal
+    from scaleinv.progress import terminal
 
     written = prepare(
         options.text,

@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from scaleinv.progress import terminal
     from scaleinv.reports.comparison import write_report
-    from scaleinv.train.logs import terminal
 
     print(write_report(options.folder, progress=terminal).resolve())

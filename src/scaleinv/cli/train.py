@@ -83,7 +83,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from scaleinv import train
-    from scaleinv.train.logs import terminal
+    from scaleinv.progress import terminal
     from scaleinv.train.store import read_config
 
     given, chosen, shape = (

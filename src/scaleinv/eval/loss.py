@@ -11,6 +11,7 @@ from typing import Any
 from scaleinv import methods
 from scaleinv.files import write_text
 from scaleinv.lengths import parse
+from scaleinv.progress import Report
 from scaleinv.train.store import load_model, run_corpus, weights_digest
 from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
 
@@ -91,7 +92,8 @@ def evaluate(
         for label, length in named.items():
 
             def show(done: int, total: int, row: str = row, label: str = label) -> None:
-                progress(f"step {done}/{total} windows  {row} at {label}")
+                text = f"{row} at {label}: {done}/{total} windows"
+                progress(Report(text, passing=True, kind="windows", method=row, length=label, done=done, total=total))
 
             found[label] = loss_at_length(
                 model, data, length, count // length * length, document_masks=config.document_masks, progress=show

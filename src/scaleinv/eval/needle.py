@@ -23,6 +23,7 @@ from scaleinv.eval.needle_train import NeedleTraining, autocast, finetune
 from scaleinv.eval.summary import SUMMARY, parse_accuracy, read_summary_if_any, write_summary
 from scaleinv.lengths import parse
 from scaleinv.model import GPT, PRESETS, GPTConfig
+from scaleinv.progress import Report
 from scaleinv.train import store
 
 SAMPLES = 100
@@ -101,7 +102,9 @@ def evaluate(
                 if records is not None:
                     with records.open("a") as file:
                         file.write("".join(json.dumps(record) + "\n" for record in made))
-            progress(f"step {min(start + batch, samples)}/{samples} samples  needle at {label}")
+            asked = min(start + batch, samples)
+            text = f"needle at {label}: {asked}/{samples} samples"
+            progress(Report(text, passing=True, kind="samples", length=label, done=asked, total=samples))
         results[label] = summarize([done[length, index] for index in range(samples)], depths)
     model.train(was_training)
     return results

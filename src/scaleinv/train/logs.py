@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scaleinv.files import write_text
+from scaleinv.progress import Report, clock
 
 logger = logging.getLogger(__name__)
 
@@ -75,27 +75,18 @@ class Progress:
         self.rate = (step - self.marked_step) * self.tokens / max(now - self.marked, 1e-9)
         self.marked, self.marked_step = now, step
         left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
-        text = (
-            f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  ETA {clock(left)}"
+        self.say(
+            Report(
+                f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  "
+                f"ETA {clock(left)}",
+                passing=True,
+                kind="step",
+                step=step,
+                steps=self.steps,
+                loss=loss,
+                tokens_per_second=self.rate,
+            )
         )
-        self.say(text)
-
-
-def clock(seconds: float) -> str:
-    """1:02:03 or 2:03."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def terminal(text: str) -> None:
-    """Print; progress lines overwrite each other on a terminal."""
-    if sys.stdout.isatty() and text.startswith("step "):
-        sys.stdout.write(f"\r\033[K{text}")
-    else:
-        start = "\r\033[K" if sys.stdout.isatty() else ""
-        sys.stdout.write(f"{start}{text}\n")
-    sys.stdout.flush()
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

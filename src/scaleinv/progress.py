@@ -1,0 +1,73 @@
+"""Progress: what long work tells its caller while it runs.
+
+A function that takes long has an argument ``progress``, which takes lines of text. Some lines are a `Report`: text that
+also holds what it says as data, for a caller that is a program.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Progress = Callable[[str], None]
+
+
+class Report(str):
+    """A line of progress that also says it as data.
+
+    >>> line = Report("step 3/9  loss 1.5", kind="step", step=3, steps=9, loss=1.5)
+    >>> line.record["step"], line.passing
+    (3, False)
+
+    Args:
+        passing: the next line replaces this one on a terminal.
+        kind: what the record is: "step", "validation", "windows" …
+    """
+
+    passing: bool
+    record: dict[str, Any]
+
+    def __new__(cls, text: str, *, passing: bool = False, kind: str, **values: Any) -> Report:
+        line = super().__new__(cls, text)
+        line.passing = passing
+        line.record = {"kind": kind, **values}
+        return line
+
+
+def silent(line: str) -> None:
+    """Progress that nobody wants to see."""
+
+
+class Terminal:
+    """Prints progress: on a terminal, passing lines replace each other; in a file, they are lines like the others.
+
+    Args:
+        every: seconds between passing lines in a file; those that come sooner are left out.
+    """
+
+    def __init__(self, every: float = 0.0) -> None:
+        self.every = every
+        self.last = float("-inf")
+
+    def __call__(self, line: str) -> None:
+        passing = isinstance(line, Report) and line.passing
+        if sys.stdout.isatty():
+            sys.stdout.write(f"\r\033[K{line}{'' if passing else chr(10)}")
+        elif not passing:
+            sys.stdout.write(f"{line}\n")
+        elif time.monotonic() - self.last >= self.every:
+            self.last = time.monotonic()
+            sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+terminal = Terminal()
+
+
+def clock(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
