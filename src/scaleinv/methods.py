@@ -50,13 +50,12 @@ ROWS: dict[str, Row] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """A row sized for a model."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """A method without its logit transform: what all layers of a model share."""
 
     name: str
     rotary: Rotary
-    logits: LogitTransform
     train_length: int
     trained_as: str
     """The row whose trained model this one uses: its own name, unless it only acts at inference."""
@@ -73,6 +72,18 @@ class Method:
         assert isinstance(self.rotary, RoPE)
         change = ntk if self.stretch == "ntk" else yarn
         return change(self.rotary, length, self.train_length)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method(Encoding):
+    """A row sized for a model."""
+
+    logits: LogitTransform
+
+    @property
+    def encoding(self) -> Encoding:
+        """The part without the logit transform, which may hold weights of a layer's own."""
+        return Encoding(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Encoding)})
 
 
 def names() -> list[str]:
@@ -144,4 +155,12 @@ def get(
         logits = ALiBi(heads)
     else:
         logits = ScaleInvariant(tau, heads=heads if learnable_tau else None, learnable=learnable_tau)
-    return Method(name, rotary, logits, train_length, trained_as(name), found.stretch, found.infini)
+    return Method(
+        name=name,
+        rotary=rotary,
+        logits=logits,
+        train_length=train_length,
+        trained_as=trained_as(name),
+        stretch=found.stretch,
+        infini=found.infini,
+    )

@@ -41,6 +41,21 @@ def test_p_rope_base_follows_the_training_length():
     assert small(p_rope_base=77.0).method.rotary.base == 77
 
 
+def test_each_layer_has_the_only_transform_it_uses():
+    model = small("logn+p-rope")
+    assert not hasattr(model.method, "logits")
+    assert (model.method.name, model.method.train_length) == ("logn+p-rope", 32)
+    tokens = torch.randint(0, 50, (1, 20), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        before = model(tokens)
+        for block in model.blocks:
+            (learned,) = block.attention.logits.parameters()
+            learned.mul_(3)
+            after = model(tokens)
+            assert not torch.allclose(after, before, atol=1e-3)
+            before = after
+
+
 def test_forward_reads_like_the_paper():
     """An independent forward pass from the description of the model."""
     model = small("rope", layers=1)

@@ -33,7 +33,8 @@ class GPT(nn.Module):
         self.config = config
         self.backend = "auto"
         """Attention backend, as in `scaleinv.attention`."""
-        self.method = config.sized_method()
+        self.method = config.sized_method().encoding
+        """The method's name and rotary. Each layer has a logit transform of its own: ``blocks[i].attention.logits``."""
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.output = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -115,7 +116,7 @@ class GPT(nn.Module):
         if trained_as(name) != own:
             raise ValueError(f"a model trained as {own!r} cannot serve as {name!r}")
         self.config.method = name
-        self.method = self.config.sized_method()
+        self.method = self.config.sized_method().encoding
 
     def _with_past(self, tokens: Tensor, cache: KVCache, context_length: int | None) -> Tensor:
         """The tokens to run: these, or the whole text where NTK or YaRN must turn the past anew."""
