@@ -8,11 +8,20 @@ import torch
 from torch import Tensor, nn
 
 import scaleinv
-from scaleinv.ops import native
+from scaleinv.ops import registry
+from scaleinv.ops.call import DiagonalCall, checked
 
-NATIVE = not isinstance(native.load(), str)
-FAST = ["blocked-torch", *(["blocked-native"] if NATIVE else [])]
-EVERY = ["reference", *FAST]
+
+def _serves_all(backend: registry.Backend) -> bool:
+    """Here, in float32, with gradients and the logsumexp."""
+    tensors = (torch.zeros(1, 1, 1, 1, requires_grad=True) for _ in range(3))
+    defaults = dict.fromkeys(("window", "document_ids", "key_mask", "query_offset", "scale"))
+    return backend.module.obstacle(checked(*tensors, None, causal=True, return_lse=True, **defaults)) is None
+
+
+EVERY = [backend.name for backend in registry.BACKENDS if _serves_all(backend)]
+FAST = [name for name in EVERY if name != "reference"]
+NATIVE = "blocked-native" in FAST
 
 DOCUMENTS = {
     "packed": lambda batch, keys: torch.arange(keys).mul(3).div(max(keys, 1), rounding_mode="floor").repeat(batch, 1),
@@ -115,6 +124,12 @@ class Case:
         torch.manual_seed(self.seed + 2)
         offset = self.length - self.queries if self.offset is None else self.offset
         return TRANSFORMS[self.transform](self.heads, self.length + self.queries + abs(offset))
+
+
+def diagonal_call(case: Case, dtype: torch.dtype = torch.float32, **changes: Tensor) -> DiagonalCall:
+    """The case as the engines of `scaleinv.ops.operator` take it."""
+    given = dict(zip(("query", "key", "value"), case.tensors(dtype)[:3], strict=True)) | changes
+    return checked(**given, logits=case.logits(), return_lse=True, **case.options()).on_diagonals()
 
 
 def run(case: Case, backend: str, compute: torch.dtype, given: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 import scaleinv
 from scaleinv.ops import flex
-from scaleinv.ops.api import _query_scale
+from scaleinv.ops.call import checked
 from scaleinv.ops.masks import Geometry
 
 CPU = torch.device("cpu")
@@ -33,17 +33,14 @@ def test_the_formula(case):
     logits, options = case.logits().requires_grad_(False), case.options()
     want = scaleinv.attention(query, key, value, logits, backend="reference", return_lse=True, **options)
 
-    offset = case.length - case.queries if case.offset is None else case.offset
-    geometry = Geometry.of(case.queries, case.length, offset, case.causal, case.window)
-    masks = options["document_ids"], options["key_mask"]
-    c = _query_scale(logits, geometry, *masks, query)
-    visible = flex.mask_mod(geometry, *masks, CPU)
+    call = checked(query, key, value, logits, return_lse=True, **options)
+    visible = flex.mask_mod(call.geometry, call.document_ids, call.key_mask, CPU)
     block_mask = create_block_mask(visible, case.batch, None, case.queries, case.length, device="cpu")
     out, aux = flex_attention(
         query,
         key,
         value,
-        score_mod=flex.score_mod(logits, geometry, CPU, c),
+        score_mod=flex.score_mod(call),
         block_mask=block_mask,
         enable_gqa=True,
         return_aux=AuxRequest(lse=True),

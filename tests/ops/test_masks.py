@@ -82,29 +82,27 @@ def test_pair_mask_by_hand():
 def test_diagonal_tables(transform, geometry):
     torch.manual_seed(0)
     logits = TRANSFORMS[transform](3, 80)
-    scale, shift = geometry.diagonal_tables(logits, torch.float64, CPU)
-    assert scale.shape == shift.shape
-    assert scale.is_contiguous()
+    gain, shift = geometry.diagonal_tables(logits, torch.float64, CPU)
+    assert gain.shape == shift.shape
+    assert gain.is_contiguous()
     assert shift.is_contiguous()
     t = geometry.distances(CPU)
     a, m = logits.tables(80, dtype=torch.float64, device=CPU)
     place = geometry.queries - 1 - torch.arange(geometry.queries)[:, None] + torch.arange(geometry.keys)
     visible = geometry.visible(t)
     index = t.abs().clamp_max(79)
-    torch.testing.assert_close(scale[:, place], torch.where(visible, a[:, index], 0.0).expand(len(scale), -1, -1))
-    torch.testing.assert_close(
-        shift[:, place], torch.where(visible, m[:, index], -torch.inf).expand(len(scale), -1, -1)
-    )
+    torch.testing.assert_close(gain[:, place], torch.where(visible, a[:, index], 0.0).expand(len(gain), -1, -1))
+    torch.testing.assert_close(shift[:, place], torch.where(visible, m[:, index], -torch.inf).expand(len(gain), -1, -1))
 
 
 @pytest.mark.parametrize("offset", [-9, 0, 9])
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 5), (5, 0)])
 def test_empty_tables(queries, keys, offset):
     geometry = Geometry.of(queries, keys, offset, True, 3)
-    scale, _ = geometry.diagonal_tables(scaleinv.Plain(), torch.float32, CPU)
-    assert scale.shape == (1, max(queries + keys - 1, 0))
+    gain, _ = geometry.diagonal_tables(scaleinv.Plain(), torch.float32, CPU)
+    assert gain.shape == (1, max(queries + keys - 1, 0))
 
 
 def test_a_window_larger_than_everything_is_no_window():
     assert Geometry.of(3, 3, 0, True, 2**80) == Geometry.of(3, 3, 0, True, None)
-    assert Geometry.of(3, 3, 0, True, None).farthest == FAR
+    assert Geometry.of(3, 3, 0, True, None).max_distance == FAR

@@ -10,7 +10,6 @@ import scaleinv
 from scaleinv.ops import native
 
 needs_kernel = pytest.mark.skipif(not NATIVE, reason="no C compiler")
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ class TestBuild:
     def test_no_compiler(self, monkeypatch):
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", "/nowhere")
-        assert native.obstacle(CPU, torch.float32) == "no C compiler found (cc, gcc or clang)"
+        assert native.load() == "no C compiler found (cc, gcc or clang)"
 
     def test_a_missing_cc_is_named(self, monkeypatch):
         monkeypatch.setenv("CC", "/nowhere/icc -fast")
@@ -93,8 +92,10 @@ class TestBuild:
 
 
 def test_obstacles():
-    assert "float64" in native.obstacle(CPU, torch.float64)
-    assert "meta" in native.obstacle(torch.device("meta"), torch.float32)
+    for kind in ({"dtype": torch.float64}, {"device": "meta"}):
+        query = torch.zeros(1, 1, 1, 1, **kind)
+        with pytest.raises(ValueError, match=r"blocked-native.*(float64|meta)"):
+            scaleinv.which_backend(query, query, query, backend="blocked-native")
 
 
 @needs_kernel

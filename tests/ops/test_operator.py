@@ -1,15 +1,17 @@
 """The registered operators: torch's own checks of them, the compiler, checkpoints and second derivatives."""
 
+import itertools
+
 import pytest
 import torch
-from attention_cases import FAST, TRANSFORMS, Case
+from attention_cases import FAST, TRANSFORMS, Case, diagonal_call
 from torch.utils.checkpoint import checkpoint
 
 import scaleinv
 from scaleinv.ops import operator
-from scaleinv.ops.masks import Geometry
+from scaleinv.ops.call import DiagonalCall, checked
 
-every_engine = pytest.mark.parametrize("engine", [name.removeprefix("blocked-") for name in FAST])
+every_engine = pytest.mark.parametrize("engine", [name for name in FAST if name in operator.ENGINES])
 OPERATOR_CASES = [
     Case(33, batch=2, heads=4, kv_heads=2, dim=8, value_dim=5),
     Case(20, 33, transform="table-heads", window=9, offset=30),
@@ -20,19 +22,19 @@ OPERATOR_CASES = [
 
 def arguments(case, dtype=torch.float32, transposed=False, learn=True):
     """The operator's arguments, as `attention` would pass them."""
-    query, key, value = case.tensors(dtype)[:3]
-    if transposed:
-        query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
-    for x in (query, key, value):
-        x.requires_grad_()
-    offset = case.length - case.queries if case.offset is None else case.offset
-    geometry = Geometry.of(case.queries, case.length, offset, case.causal, case.window)
-    compute = torch.promote_types(dtype, torch.float32)
-    tables = geometry.diagonal_tables(case.logits(), compute, query.device)
-    tables = [x.detach().requires_grad_(learn) for x in tables]
-    masks = case.masks()
-    where = geometry.offset, geometry.nearest, geometry.farthest
-    return query, key, value, *tables, masks["document_ids"], masks["key_mask"], 0.3, *where
+    given = {"query": None, "key": None, "value": None}
+    for name, x in zip(given, case.tensors(dtype)[:3], strict=True):
+        given[name] = (x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x).requires_grad_()
+    flat = operator._Flat.of(diagonal_call(case, dtype, **given))
+    return flat._replace(gain=flat.gain.detach().requires_grad_(learn), shift=flat.shift.detach().requires_grad_(learn))
+
+
+def test_the_operators_take_a_flattened_call():
+    """The one place where names are written twice."""
+    fields = list(operator._Flat._fields)
+    for op in (operator.blocked_forward, operator.blocked_backward):
+        names = [argument.name for argument in op._opoverload._schema.arguments]
+        assert names[-len(fields) :] == fields
 
 
 class TestOpcheck:
@@ -40,13 +42,13 @@ class TestOpcheck:
     @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
     @pytest.mark.parametrize("learn", [True, False], ids=["tables learn", "tables fixed"])
     def test_forward(self, engine, case, learn):
-        torch.library.opcheck(operator.blocked_forward, (*arguments(case, learn=learn), engine))
+        torch.library.opcheck(operator.blocked_forward, (engine, *arguments(case, learn=learn)))
 
     @every_engine
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
     def test_forward_of_transposed_inputs(self, engine, dtype):
         given = arguments(OPERATOR_CASES[0], dtype, transposed=True)
-        torch.library.opcheck(operator.blocked_forward, (*given, engine))
+        torch.library.opcheck(operator.blocked_forward, (engine, *given))
 
     @every_engine
     @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
@@ -54,27 +56,66 @@ class TestOpcheck:
     @pytest.mark.parametrize("transposed", [True, False])
     def test_backward(self, engine, case, table_grads, transposed):
         given = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments(case, transposed=transposed)]
-        out, lse = operator.blocked_forward(*given, engine)
+        out, lse = operator.blocked_forward(engine, *given)
         grads = torch.randn(out.shape), torch.randn(lse.shape)
-        torch.library.opcheck(
-            operator.blocked_backward, (*grads, *given[:7], out, lse, *given[7:], engine, table_grads)
-        )
+        torch.library.opcheck(operator.blocked_backward, (engine, *grads, out, lse, table_grads, *given))
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES, ids=str)
 def test_gradcheck_of_the_operator(case):
     small = Case(**(vars(case) | {"queries": min(case.queries, 7), "keys": 9, "dim": 3, "value_dim": 2, "offset": 2}))
-    *tensors, scale, shift, document_ids, key_mask, factor, offset, nearest, farthest = arguments(small, torch.float64)
-    hidden = shift == -torch.inf
+    flat = arguments(small, torch.float64)
+    hidden = flat.shift == -torch.inf
 
-    def function(query, key, value, scale, shift):
-        tables = scale.masked_fill(hidden, 0), shift.masked_fill(hidden, -torch.inf)
-        given = query, key, value, *tables, document_ids, key_mask, factor, offset, nearest, farthest, "torch"
-        out, lse = operator.blocked_forward(*given)
+    def function(query, key, value, gain, shift):
+        tables = {"gain": gain.masked_fill(hidden, 0), "shift": shift.masked_fill(hidden, -torch.inf)}
+        given = flat._replace(query=query, key=key, value=value, **tables)
+        out, lse = operator.blocked_forward("blocked-torch", *given)
         return out, lse.masked_fill(lse == -torch.inf, 0)
 
-    finite = shift.detach().masked_fill(hidden, 0).requires_grad_()
-    assert torch.autograd.gradcheck(function, (*tensors, scale, finite))
+    finite = flat.shift.detach().masked_fill(hidden, 0).requires_grad_()
+    assert torch.autograd.gradcheck(function, (flat.query, flat.key, flat.value, flat.gain, finite))
+
+
+@every_engine
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 25])
+def test_parts_of_the_keys_give_the_gradients_of_the_whole(engine, causal, window):
+    """What context parallelism does: forward in parts, merge, backward of each part with the merged logsumexp."""
+    case = Case(40, 60, heads=4, kv_heads=2, causal=causal, window=window, transform="scale-invariant-heads")
+    query, key, value, grad_out, grad_lse = case.tensors(torch.float32)
+    logits, cuts = case.logits(), (0, 13, 14, 60)
+
+    def call(low, high):
+        part = {"window": window, "causal": causal, "query_offset": 20 - low}
+        given = dict.fromkeys(("document_ids", "key_mask", "scale")) | part
+        return checked(query, key[:, :, low:high], value[:, :, low:high], logits, return_lse=True, **given)
+
+    def diagonals(low, high):
+        whole = call(low, high)
+        tables = whole.geometry.diagonal_tables(logits, torch.float32, query.device)
+        return DiagonalCall(query, whole.key, whole.value, *tables, None, None, whole.scale, whole.geometry)
+
+    want_out, want_lse = operator.block_forward(engine, diagonals(0, 60))
+    parts = [diagonals(low, high) for low, high in itertools.pairwise(cuts)]
+    outs, lses = zip(*(operator.block_forward(engine, part) for part in parts), strict=True)
+    lse = torch.stack(lses).logsumexp(0)
+    out = sum(x * (y - lse).exp()[..., None] for x, y in zip(outs, lses, strict=True))
+    torch.testing.assert_close(lse, want_lse)
+    torch.testing.assert_close(out, want_out)
+
+    delta = operator.row_delta(grad_out, grad_lse, out, lse)
+    want = operator.block_backward(engine, diagonals(0, 60), grad_out, want_lse, delta, table_grads=True)
+    got = [operator.block_backward(engine, part, grad_out, lse, delta, table_grads=True) for part in parts]
+    torch.testing.assert_close(sum(x.query for x in got), want.query)
+    torch.testing.assert_close(torch.cat([x.key for x in got], 2), want.key)
+    torch.testing.assert_close(torch.cat([x.value for x in got], 2), want.value)
+    for name in ("gain", "shift"):  # key n of a part is key n + low of the whole, and so are the diagonals
+        total = torch.zeros_like(getattr(want, name))
+        for low, grads in zip(cuts, got, strict=False):
+            table = getattr(grads, name)
+            total[:, low : low + table.shape[1]] += table
+        torch.testing.assert_close(total, getattr(want, name), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("transform", ["learnable", "logn-visible", "table-shift-heads"])

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from scaleinv.ops import operator
+from scaleinv.ops.call import Call, DiagonalCall
 from scaleinv.ops.masks import Geometry, query_documents
 
 BLOCK = 128
@@ -21,83 +23,74 @@ MAX_SCORES = 1 << 25
 """Scores held at once; longer contexts take fewer queries at a time."""
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table_scale: Tensor,
-    table_shift: Tensor,
-    document_ids: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    geometry: Geometry,
-) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, Nq, Dv]`` and logsumexp ``[B, H, Nq]``, both in float32 at least, from diagonal tables.
+def obstacle(call: Call) -> None:
+    """Nothing stands in its way: any device, any dtype, any mask."""
+    return None
+
+
+def forward(call: DiagonalCall) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, Nq, Dv]`` and logsumexp ``[B, H, Nq]``, both in float32 at least.
 
     The output is for the caller to round: the backward needs it whole, or the gradients of the tables lose digits.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = query.to(dtype) * scale, *_visible_only(key.to(dtype), value.to(dtype), key_mask)
-    out = q.new_zeros(*query.shape[:3], value.shape[3])
-    lse = q.new_full(query.shape[:3], -torch.inf)
-    for rows, keys in _blocks(geometry, query.shape[0] * query.shape[1]):
-        logits = _scores(_reversed(q, rows, key.shape[1]), k[:, :, keys])
-        a, m = _tables(logits, table_scale, table_shift, geometry, rows, keys)
-        logits = torch.addcmul(m, logits, a)
-        _hide(logits, geometry, document_ids, key_mask, rows, keys)
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    q, k, v = _prepared(call)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf)
+    for rows, keys in _blocks(call.geometry, q.shape[0] * heads):
+        logits = _scores(_reversed(q, rows, kv_heads), k[:, :, keys])
+        gain, shift = _tables(call, rows, keys)
+        logits = torch.addcmul(shift, logits, gain)
+        _hide(logits, call, rows, keys)
         total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [B, KV, G, rows, 1]
         weights = logits.sub_(_finite(total)).exp_()
-        lse[:, :, rows] = _restored(total, query.shape[1]).squeeze(-1)
-        out[:, :, rows] = _restored(_times(weights, v[:, :, keys]), query.shape[1])
+        lse[:, :, rows] = _restored(total).squeeze(-1)
+        out[:, :, rows] = _restored(_times(weights, v[:, :, keys]))
     return out, lse
 
 
-def backward(
-    grad_out: Tensor,
-    delta: Tensor,  # [B, H, Nq]: sum(grad_out * out) - grad_lse
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table_scale: Tensor,
-    table_shift: Tensor,
-    document_ids: Tensor | None,
-    key_mask: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    geometry: Geometry,
-    table_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and, where wanted (else empty), of the two tables, each ``[heads or 1, …]``."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    heads, kv_heads = query.shape[1], key.shape[1]
-    q, k, v = query.to(dtype) * scale, *_visible_only(key.to(dtype), value.to(dtype), key_mask)
-    g = grad_out.to(dtype)
+def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, table_grads: bool) -> operator.Gradients:
+    """See `scaleinv.ops.operator.block_backward`."""
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    q, k, v = _prepared(call)
+    g = grad_out.to(q.dtype)
     grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (q, k, v))
-    diagonals = q.new_zeros(2, heads, table_scale.shape[1] if table_grads else 0)
-    for rows, keys in _blocks(geometry, query.shape[0] * heads):
+    diagonals = q.new_zeros(2, heads, call.gain.shape[1] if table_grads else 0)
+    for rows, keys in _blocks(call.geometry, q.shape[0] * heads):
         block_q, block_g = _reversed(q, rows, kv_heads), _reversed(g, rows, kv_heads)
         scores = _scores(block_q, k[:, :, keys])
-        a, m = _tables(scores, table_scale, table_shift, geometry, rows, keys)
-        weights = torch.addcmul(m, scores, a)
-        _hide(weights, geometry, document_ids, key_mask, rows, keys)
+        gain, shift = _tables(call, rows, keys)
+        weights = torch.addcmul(shift, scores, gain)
+        _hide(weights, call, rows, keys)
         weights.sub_(_finite(_reversed(lse[..., None], rows, kv_heads))).exp_()
         grad_value[:, :, keys] += _transposed_times(weights, block_g)
         grad_logits = _scores(block_g, v[:, :, keys]).sub_(_reversed(delta[..., None], rows, kv_heads)).mul_(weights)
         if table_grads:
-            span = slice(geometry.queries - rows.stop + keys.start, geometry.queries - 1 - rows.start + keys.stop)
+            span = _span(call.geometry, rows, keys)
             diagonals[0, :, span] += _diagonal_sums(grad_logits * scores, heads)
             diagonals[1, :, span] += _diagonal_sums(grad_logits, heads)
-        grad_scores = grad_logits.mul_(a)
-        grad_query[:, :, rows] = _restored(_times(grad_scores, k[:, :, keys]), heads)
+        grad_scores = grad_logits.mul_(gain)
+        grad_query[:, :, rows] = _restored(_times(grad_scores, k[:, :, keys]))
         grad_key[:, :, keys] += _transposed_times(grad_scores, block_q)
-    grad_query *= scale
-    grad_scale, grad_shift = table_scale.new_empty(0, 0), table_shift.new_empty(0, 0)
-    if table_grads:
-        if table_scale.shape[0] == 1:
-            diagonals = diagonals.sum(dim=1, keepdim=True)
-        hidden = table_shift == -torch.inf  # a hidden diagonal has no logits
-        grad_scale, grad_shift = (x.masked_fill(hidden, 0).to(table_scale.dtype) for x in diagonals)
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_scale, grad_shift
+    grad_query *= call.scale
+    return operator.Gradients(
+        grad_query.to(call.query.dtype),
+        grad_key.to(call.key.dtype),
+        grad_value.to(call.value.dtype),
+        *operator.table_gradients(call, diagonals if table_grads else None),
+    )
+
+
+run = operator.engine("blocked-torch", forward, backward)
+
+
+def _prepared(call: DiagonalCall) -> tuple[Tensor, Tensor, Tensor]:
+    """query · scale, key and value in the dtype of the logits; what the mask hides is 0."""
+    q, k, v = (x.to(call.compute_dtype) for x in (call.query, call.key, call.value))
+    if call.key_mask is not None:
+        hidden = ~call.key_mask[:, None, :, None]  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
+        k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+    return q * call.scale, k, v
 
 
 def _blocks(geometry: Geometry, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -105,17 +98,10 @@ def _blocks(geometry: Geometry, heads: int) -> Iterator[tuple[slice, slice]]:
     size = max(1, min(BLOCK, MAX_SCORES // max(1, heads * geometry.keys)))
     for start in range(0, geometry.queries, size):
         stop = min(start + size, geometry.queries)
-        low = max(0, geometry.offset + start - geometry.farthest)
-        high = min(geometry.keys, geometry.offset + stop - geometry.nearest)
+        low = max(0, geometry.offset + start - geometry.max_distance)
+        high = min(geometry.keys, geometry.offset + stop - geometry.min_distance)
         if low < high:
             yield slice(start, stop), slice(low, high)
-
-
-def _visible_only(key: Tensor, value: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    if key_mask is None:
-        return key, value
-    hidden = ~key_mask[:, None, :, None]  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
-    return key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
 
 
 def _reversed(x: Tensor, rows: slice, kv_heads: int) -> Tensor:
@@ -123,7 +109,7 @@ def _reversed(x: Tensor, rows: slice, kv_heads: int) -> Tensor:
     return x[:, :, rows].flip(2).unflatten(1, (kv_heads, -1))
 
 
-def _restored(x: Tensor, heads: int) -> Tensor:
+def _restored(x: Tensor) -> Tensor:
     """The inverse of `_reversed`: ``[B, H, rows, D]`` in order."""
     return x.flatten(1, 2).flip(2)
 
@@ -143,36 +129,33 @@ def _transposed_times(weights: Tensor, x: Tensor) -> Tensor:
     return weights.flatten(2, 3).transpose(-1, -2) @ x.flatten(2, 3)
 
 
-def _tables(
-    scores: Tensor, table_scale: Tensor, table_shift: Tensor, geometry: Geometry, rows: slice, keys: slice
-) -> tuple[Tensor, Tensor]:
-    """The block's a and m as Hankel views ``[KV or 1, G or 1, rows, keys]``."""
-    start = geometry.queries - rows.stop + keys.start
+def _span(geometry: Geometry, rows: slice, keys: slice) -> slice:
+    """The entries of the diagonal tables that a block reads."""
+    return slice(geometry.queries - rows.stop + keys.start, geometry.queries - 1 - rows.start + keys.stop)
+
+
+def _tables(call: DiagonalCall, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+    """The block's gain and shift as Hankel views ``[KV or 1, G or 1, rows, keys]``."""
+    start = _span(call.geometry, rows, keys).start
     shape = (rows.stop - rows.start, keys.stop - keys.start)
+    kv_heads = call.key.shape[1]
 
     def view(table: Tensor) -> Tensor:
         heads, length = table.shape
         hankel = table.as_strided((heads, *shape), (length, 1, 1), table.storage_offset() + start)
-        return hankel.unflatten(0, (scores.shape[1], scores.shape[2]) if heads > 1 else (1, 1))
+        return hankel.unflatten(0, (kv_heads, -1) if heads > 1 else (1, 1))
 
-    return view(table_scale), view(table_shift)
+    return view(call.gain), view(call.shift)
 
 
-def _hide(
-    logits: Tensor,
-    geometry: Geometry,
-    document_ids: Tensor | None,
-    key_mask: Tensor | None,
-    rows: slice,
-    keys: slice,
-) -> None:
+def _hide(logits: Tensor, call: DiagonalCall, rows: slice, keys: slice) -> None:
     """-inf, in place, where documents differ or the key is masked."""
-    if document_ids is not None:
-        own = query_documents(document_ids, geometry.offset, geometry.queries)[:, rows].flip(1)
-        other = own[:, :, None] != document_ids[:, None, keys]  # [B, rows, keys]
+    if call.document_ids is not None:
+        own = query_documents(call.document_ids, call.geometry.offset, call.geometry.queries)[:, rows].flip(1)
+        other = own[:, :, None] != call.document_ids[:, None, keys]  # [B, rows, keys]
         logits.masked_fill_(other[:, None, None], -torch.inf)
-    if key_mask is not None:
-        logits.masked_fill_(~key_mask[:, None, None, None, keys], -torch.inf)
+    if call.key_mask is not None:
+        logits.masked_fill_(~call.key_mask[:, None, None, None, keys], -torch.inf)
 
 
 def _finite(lse: Tensor) -> Tensor:

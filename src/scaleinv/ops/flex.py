@@ -16,75 +16,68 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from scaleinv.logits import LogitTransform
+from scaleinv.ops.call import Call
 from scaleinv.ops.masks import Geometry, query_documents
 
 KEPT_MASKS = 32
 
 
-def obstacle(query: Tensor, value: Tensor, needs_grad: bool, return_lse: bool) -> str | None:
-    """Why FlexAttention cannot serve such a call; None if it can."""
-    device, head_dim = query.device.type, min(query.shape[-1], value.shape[-1])
-    if query.dtype == torch.float64:
+def obstacle(call: Call) -> str | None:
+    """Why FlexAttention cannot serve the call; None if it can."""
+    device, head_dim = call.device.type, min(call.query.shape[-1], call.value.shape[-1])
+    if call.query.dtype == torch.float64:
         return "FlexAttention does not take float64"
-    if not query.numel() or not value.numel():
+    if not call.query.numel() or not call.value.numel():
         return "FlexAttention does not take empty tensors"
     if device == "cuda":
         return "FlexAttention takes head dimensions from 16 up" if head_dim < 16 else None
     if device != "cpu":
         return f"FlexAttention does not run on {device}"
-    if needs_grad:
+    if call.needs_grad:
         return "FlexAttention on CPU has no backward"
-    if return_lse:
+    if call.return_lse:
         return "FlexAttention on CPU does not give the logsumexp"
     return "FlexAttention on CPU is wrong for head dimensions below 32" if head_dim < 32 else None
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    logits: LogitTransform,
-    geometry: Geometry,
-    document_ids: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    query_scale: Tensor | None,  # c_h(i) [B or 1, H, Nq]: inside the kernel, so that q, k, v keep one dtype
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Output ``[B, H, Nq, Dv]`` and, where asked for, logsumexp ``[B, H, Nq]``."""
-    if key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
-        hidden = ~key_mask[:, None, :, None]
+def run(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, H, Nq, Dv]`` and, where asked for, logsumexp ``[B, H, Nq]``.
+
+    Keys that no query sees stay: FlexAttention compiles for a shape, and is better off with the mask. c stays out of
+    the query, so that query, key and value keep one dtype.
+    """
+    key, value = call.key, call.value
+    if call.key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
+        hidden = ~call.key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
-    run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention, query.device.type)
-    out, aux = run(
-        query,
+    compiled: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention, call.device.type)
+    out, aux = compiled(
+        call.query,
         key,
         value,
-        score_mod=score_mod(logits, geometry, query.device, query_scale),
-        block_mask=_block_mask(geometry, document_ids, key_mask, query.device),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=return_lse),
+        score_mod=score_mod(call),
+        block_mask=_block_mask(call.geometry, call.document_ids, call.key_mask, call.device),
+        scale=call.scale,
+        enable_gqa=call.query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=call.return_lse),
     )
     return out, aux.lse
 
 
-def score_mod(
-    logits: LogitTransform, geometry: Geometry, device: torch.device, query_scale: Tensor | None
-) -> Callable[..., Tensor]:
+def score_mod(call: Call) -> Callable[..., Tensor]:
     """``a_h(t) · (c_h(i) · score) + m_h(t)`` for FlexAttention."""
-    a, m = logits.tables(geometry.table_length, dtype=torch.float32, device=device)
+    geometry, c = call.geometry, call.query_gain
+    a, m = call.logits.tables(geometry.table_length, dtype=torch.float32, device=call.device)
     last = geometry.table_length - 1
-    offset = torch.tensor(geometry.offset, device=device)  # a tensor: a new value does not compile anew
-    many_scale, many_shift = a.shape[0] > 1, m.shape[0] > 1
-    batched = query_scale is not None and query_scale.shape[0] > 1
+    offset = torch.tensor(geometry.offset, device=call.device)  # a tensor: a new value does not compile anew
+    many_a, many_m = a.shape[0] > 1, m.shape[0] > 1
+    batched = c is not None and c.shape[0] > 1
 
     def modify(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         t = (q + offset - k).abs().clamp(max=last)
-        if query_scale is not None:
-            score = score * query_scale[b if batched else b * 0, h, q]
-        return score * a[h if many_scale else h * 0, t] + m[h if many_shift else h * 0, t]
+        if c is not None:
+            score = score * c[b if batched else b * 0, h, q]
+        return score * a[h if many_a else h * 0, t] + m[h if many_m else h * 0, t]
 
     return modify
 
@@ -94,12 +87,12 @@ def mask_mod(
 ) -> Callable[..., Tensor]:
     """Who sees whom, for FlexAttention."""
     offset = torch.tensor(geometry.offset, device=device)
-    nearest, farthest = max(geometry.nearest, -(1 << 31)), min(geometry.farthest, 1 << 31)
+    smallest, largest = max(geometry.min_distance, -(1 << 31)), min(geometry.max_distance, 1 << 31)
     own = None if document_ids is None else query_documents(document_ids, geometry.offset, geometry.queries)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         t = q + offset - k
-        seen = (t >= nearest) & (t <= farthest)
+        seen = (t >= smallest) & (t <= largest)
         if document_ids is not None and own is not None:
             seen = seen & (own[b, q] == document_ids[b, k])
         if key_mask is not None:

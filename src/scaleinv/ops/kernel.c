@@ -58,8 +58,8 @@ typedef struct {
     int64_t threads;
     float scale;
     Matrix query, key, value;
-    const float *table_scale;      /* [table_heads, queries + keys - 1] */
-    const float *table_shift;
+    const float *gain;             /* [table_heads, queries + keys - 1] */
+    const float *shift;
     const int32_t *query_segment;  /* [B, queries] and [B, keys]: a key is visible where equal; null for all */
     const int32_t *key_segment;    /* -1: masked */
     float *out, *lse;              /* [B, H, queries, value_dim], [B, H, queries] */
@@ -186,22 +186,22 @@ static float *scratch(int64_t floats) {
 /* The tables with the score's scale folded in and masked entries at both ends. */
 typedef struct {
     int64_t length; /* of one head's padded table */
-    float *scale, *shift;
+    float *gain, *shift;
 } Tables;
 
 static int make_tables(const Call *c, Tables *t) {
     int64_t diagonals = c->queries + c->keys - 1;
     t->length = diagonals + 2 * TABLE_PAD;
-    t->scale = scratch(c->table_heads * t->length);
+    t->gain = scratch(c->table_heads * t->length);
     t->shift = scratch(c->table_heads * t->length);
-    if (!t->scale || !t->shift) return 1;
+    if (!t->gain || !t->shift) return 1;
     for (int64_t h = 0; h < c->table_heads; h++) {
-        float *scale = t->scale + h * t->length, *shift = t->shift + h * t->length;
+        float *gain = t->gain + h * t->length, *shift = t->shift + h * t->length;
         for (int64_t x = 0; x < t->length; x++) {
             int64_t own = x - TABLE_PAD;
             int inside = own >= 0 && own < diagonals;
-            scale[x] = inside ? c->table_scale[h * diagonals + own] * c->scale : 0;
-            shift[x] = inside ? c->table_shift[h * diagonals + own] : -INFINITY;
+            gain[x] = inside ? c->gain[h * diagonals + own] * c->scale : 0;
+            shift[x] = inside ? c->shift[h * diagonals + own] : -INFINITY;
         }
     }
     return 0;
@@ -245,7 +245,7 @@ INLINE void logits_row(const Call *c, const Tables *t, int64_t head, int64_t i, 
                        const int32_t *key_segment, float *row) {
     int64_t x = table_start(c, t, head, i) + key;
     for (int v = 0; v < NR; v += LANES) {
-        vec logit = load(t->scale + x + v) * load(row + v) + load(t->shift + x + v);
+        vec logit = load(t->gain + x + v) * load(row + v) + load(t->shift + x + v);
         if (key_segment) logit = choose(*(const iloose *)(key_segment + v) == segment, logit, all(-INFINITY));
         store(row + v, logit);
     }
@@ -392,7 +392,7 @@ int scaleinv_forward(const Call *c) {
         }
         free(s.query), free(s.logits), free(s.out), free(s.key_segment);
     }
-    free(packed_key), free(packed_value), free(t.scale), free(t.shift);
+    free(packed_key), free(packed_value), free(t.gain), free(t.shift);
     return (int)failed;
 }
 
@@ -408,7 +408,7 @@ static void decode_chunk(const Call *c, const Tables *t, float *weights, int64_t
     for (int64_t row = 0; row < groups * c->queries; row++, partial += partial_stride) {
         int64_t h = kv * groups + row / c->queries, i = row % c->queries, low, high;
         const float *query = c->query.data + b * c->query.batch + h * c->query.head + i * c->query.row;
-        const float *scale = t->scale + table_start(c, t, h, i), *shift = t->shift + table_start(c, t, h, i);
+        const float *gain = t->gain + table_start(c, t, h, i), *shift = t->shift + table_start(c, t, h, i);
         visible_keys(c, i, i, &low, &high);
         low = MAX(low, k0), high = MIN(high, k1);
         float *out = partial + 2, top = -INFINITY, total = 0;
@@ -424,7 +424,7 @@ static void decode_chunk(const Call *c, const Tables *t, float *weights, int64_t
                 for (; k + LANES <= c->dim; k += LANES) sum[0] += load(query + k) * load(key + k);
                 float dot = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
                 for (; k < c->dim; k++) dot += query[k] * key[k];
-                x = scale[j] * dot + shift[j];
+                x = gain[j] * dot + shift[j];
             }
             weights[j - k0] = x;
             if (x > top || x != x) top = x; /* a NaN stays: it must not be hidden */
@@ -504,7 +504,7 @@ int scaleinv_decode(const Call *c) {
         }
         free(weights);
     }
-    free(partial), free(t.scale), free(t.shift);
+    free(partial), free(t.gain), free(t.shift);
     return (int)failed;
 }
 
@@ -520,7 +520,7 @@ typedef struct {
     float *query, *grad_out, *weights, *grad_scores, lse[BLOCK_ROWS], delta[BLOCK_ROWS];
 } BackwardScratch;
 
-/* Gradients of a tile's logits, summed along the diagonals: to the scale (times the score) and to the shift. */
+/* Gradients of a tile's logits, summed along the diagonals: to the gain (times the score) and to the shift. */
 static void add_diagonals(const Call *c, float *grad_table, const float *scores, const float *grads, int64_t query,
                           int64_t key) {
     int64_t diagonals = c->queries + c->keys - 1;
@@ -549,7 +549,7 @@ static void backward_tile(const Call *c, const Tables *t, const BackwardScratch 
             vec weight = exponential(load(logits + r * NR + v) - s->lse[row]);
             vec grad = weight * (load(grads + r * NR + v) - s->delta[row]);
             store(s->weights + row * BLOCK_KEYS + j + v, weight);
-            store(s->grad_scores + row * BLOCK_KEYS + j + v, grad * load(t->scale + x + v));
+            store(s->grad_scores + row * BLOCK_KEYS + j + v, grad * load(t->gain + x + v));
             store(grads + r * NR + v, grad);
         }
     }
@@ -701,7 +701,7 @@ int scaleinv_backward(const Call *c) {
         }
         for (int n = 0; n < 12; n++) free(all_scratch[n]);
     }
-    free(t.scale), free(t.shift);
+    free(t.gain), free(t.shift);
     return (int)failed;
 }
 

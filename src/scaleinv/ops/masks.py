@@ -18,19 +18,19 @@ FAR = 1 << 60
 class Geometry:
     """Where queries and keys stand, and which distances ``t = position - key`` are visible.
 
-    Query i stands at ``offset + i``, key j at j; j is visible where ``nearest <= t <= farthest``.
+    Query i stands at ``offset + i``, key j at j; j is visible where ``min_distance <= t <= max_distance``.
     """
 
     queries: int
     keys: int
     offset: int
-    nearest: int
-    farthest: int
+    min_distance: int
+    max_distance: int
 
     @staticmethod
     def of(queries: int, keys: int, offset: int, causal: bool, window: int | None) -> Geometry:
-        farthest = FAR if window is None else min(window - 1, FAR)
-        return Geometry(queries, keys, offset, 0 if causal else -farthest, farthest)
+        max_distance = FAR if window is None else min(window - 1, FAR)
+        return Geometry(queries, keys, offset, 0 if causal else -max_distance, max_distance)
 
     @property
     def last(self) -> int:
@@ -45,19 +45,19 @@ class Geometry:
     @property
     def table_length(self) -> int:
         """How many entries a table over |t| needs: 1 + the largest visible distance."""
-        ahead = min(self.last, self.farthest)
-        behind = min(-self.first, -self.nearest)
+        ahead = min(self.last, self.max_distance)
+        behind = min(-self.first, -self.min_distance)
         return max(ahead, behind, 0) + 1
 
     @property
     def hides(self) -> bool:
         """Is any pair hidden by its distance?"""
-        return self.first < self.nearest or self.last > self.farthest
+        return self.first < self.min_distance or self.last > self.max_distance
 
     def key_range(self) -> tuple[int, int]:
         """[low, high): the keys that some query sees."""
-        high = min(self.keys, self.last - self.nearest + 1)
-        low = max(0, min(self.offset - self.farthest, high))
+        high = min(self.keys, self.last - self.min_distance + 1)
+        low = max(0, min(self.offset - self.max_distance, high))
         return low, max(low, high)
 
     def sliced(self, low: int, high: int) -> Geometry:
@@ -71,7 +71,7 @@ class Geometry:
 
     def visible(self, distance: Tensor) -> Tensor:
         """Which distances are visible."""
-        return (distance >= self.nearest) & (distance <= self.farthest)
+        return (distance >= self.min_distance) & (distance <= self.max_distance)
 
     def diagonal_tables(
         self, logits: LogitTransform, dtype: torch.dtype, device: torch.device
@@ -81,16 +81,16 @@ class Geometry:
         Row i of the logits reads entries ``Nq - 1 - i + key``: contiguous in the key. Hidden diagonals hold a = 0 and
         m = -inf, so the tables are the causal mask and the window too.
         """
-        scale, shift = torch.broadcast_tensors(*logits.tables(self.table_length, dtype=dtype, device=device))
+        gain, shift = torch.broadcast_tensors(*logits.tables(self.table_length, dtype=dtype, device=device))
         if self.first >= 0 and not self.hides:  # a decoding step: every diagonal is there once
-            return scale[:, self.first :].flip(1).contiguous(), shift[:, self.first :].flip(1).contiguous()
+            return gain[:, self.first :].flip(1).contiguous(), shift[:, self.first :].flip(1).contiguous()
         distance = self.last - torch.arange(max(self.queries + self.keys - 1, 0), device=device)
         index = distance.abs().clamp_max(self.table_length - 1)
-        scale, shift = scale.index_select(1, index), shift.index_select(1, index)
+        gain, shift = gain.index_select(1, index), shift.index_select(1, index)
         if self.hides:
             hidden = ~self.visible(distance)
-            scale, shift = scale.masked_fill(hidden, 0.0), shift.masked_fill(hidden, -torch.inf)
-        return scale, shift
+            gain, shift = gain.masked_fill(hidden, 0.0), shift.masked_fill(hidden, -torch.inf)
+        return gain, shift
 
 
 def query_documents(document_ids: Tensor, offset: int, queries: int) -> Tensor:
@@ -115,8 +115,8 @@ def visible_counts(
     """How many keys each query sees, int64 ``[B or 1, Nq]``, in O(N log N)."""
     keys = geometry.keys
     position = geometry.offset + torch.arange(geometry.queries, device=device)
-    low = (position - geometry.farthest).clamp(0, keys)[None]  # keys [low, high) lie at visible distances
-    high = (position - geometry.nearest + 1).clamp(0, keys)[None]
+    low = (position - geometry.max_distance).clamp(0, keys)[None]  # keys [low, high) lie at visible distances
+    high = (position - geometry.min_distance + 1).clamp(0, keys)[None]
     if document_ids is None and key_mask is None:
         return (high - low).clamp_min(0)
     if document_ids is None:

@@ -23,7 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scaleinv.machine import cache_folder
-from scaleinv.ops.masks import Geometry, query_documents
+from scaleinv.ops import operator
+from scaleinv.ops.call import Call, DiagonalCall
+from scaleinv.ops.masks import query_documents
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ class _Call(ctypes.Structure):
         ("query", _Matrix),
         ("key", _Matrix),
         ("value", _Matrix),
-        ("table_scale", ctypes.c_void_p),
-        ("table_shift", ctypes.c_void_p),
+        ("gain", ctypes.c_void_p),
+        ("shift", ctypes.c_void_p),
         ("query_segment", ctypes.c_void_p),
         ("key_segment", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
@@ -100,86 +102,69 @@ def load() -> Kernel | str:
         return f"the C kernel could not be built: {detail or error}"
 
 
-def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot serve such a call; None if it can."""
-    if device.type != "cpu":
-        return f"the C kernel runs on CPU, not on {device.type}"
-    if dtype == torch.float64:
+def obstacle(call: Call) -> str | None:
+    """Why the kernel cannot serve the call; None if it can."""
+    if call.device.type != "cpu":
+        return f"the C kernel runs on CPU, not on {call.device.type}"
+    if call.query.dtype == torch.float64:
         return "the C kernel computes in float32, not in float64"
+    return _missing()
+
+
+@torch.compiler.assume_constant_result
+def _missing() -> str | None:
     kernel = load()
     return kernel if isinstance(kernel, str) else None
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table_scale: Tensor,
-    table_shift: Tensor,
-    document_ids: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-    geometry: Geometry,
-) -> tuple[Tensor, Tensor]:
+def forward(call: DiagonalCall) -> tuple[Tensor, Tensor]:
     """As `scaleinv.ops.blocked.forward`."""
-    q, k, v, a, m = (_float(x) for x in (query, key, value, table_scale, table_shift))
-    segments = _segments(document_ids, key_mask, geometry)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3])
-    if not geometry.keys or not out.numel():
+    given = _given(call)
+    query, value = given.query, given.value
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    lse = query.new_empty(query.shape[:3])
+    if not call.geometry.keys or not out.numel():
         return out.zero_(), lse.fill_(-torch.inf)
-    call = _call(q, k, v, a, m, segments, out, lse, scale, geometry)
-    few = q.shape[1] // k.shape[1] * q.shape[2] <= DECODE_ROWS
-    _kernel().run("scaleinv_decode" if few else "scaleinv_forward", call)
+    few = query.shape[1] // given.key.shape[1] * query.shape[2] <= DECODE_ROWS
+    segments = _segments(call)
+    arguments = _arguments(given, segments, lse)
+    arguments.out = out.data_ptr()
+    _kernel().run("scaleinv_decode" if few else "scaleinv_forward", arguments)
     return out, lse
 
 
-def backward(
-    grad_out: Tensor,
-    delta: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table_scale: Tensor,
-    table_shift: Tensor,
-    document_ids: Tensor | None,
-    key_mask: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    geometry: Geometry,
-    table_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, table_grads: bool) -> operator.Gradients:
     """As `scaleinv.ops.blocked.backward`."""
-    kernel = _kernel()
-    q, k, v, g, a, m = (_float(x) for x in (query, key, value, grad_out, table_scale, table_shift))
-    segments = _segments(document_ids, key_mask, geometry)
-    batches, heads, queries, dim = q.shape
+    kernel, given = _kernel(), _given(call)
+    batches, heads, queries, dim = given.query.shape
     # Each part of the keys has its own grad_query: split only as far as the threads need, and never by timing, so that
     # the result is the same in every run.
-    pairs = batches * k.shape[1]
-    chunks = max(1, min(-(-2 * torch.get_num_threads() // max(pairs, 1)), 8)) if pairs % torch.get_num_threads() else 1
-    grad_query = q.new_zeros(chunks, batches, heads, _up(queries, kernel.tile_rows), _up(dim, kernel.tile_columns))
-    grad_key = q.new_zeros(k.shape)
-    grad_value = q.new_zeros(v.shape)
-    width = table_scale.shape[1]
-    grad_table = q.new_zeros(chunks, batches, heads, 2, width) if table_grads else None
-    if geometry.keys and grad_query.numel():
-        lse, delta = lse.contiguous(), delta.to(torch.float32).contiguous()
-        call = _call(q, k, v, a, m, segments, None, lse, scale, geometry)
-        call.grad_out, call.delta, call.chunks = _matrix(g), delta.data_ptr(), chunks
-        call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in (grad_query, grad_key, grad_value))
-        call.grad_table = grad_table.data_ptr() if grad_table is not None else None
-        kernel.run("scaleinv_backward", call)
-    grad_query = grad_query.sum(0) if chunks > 1 else grad_query[0]
-    grad_scale, grad_shift = table_scale.new_empty(0, 0), table_shift.new_empty(0, 0)
-    if grad_table is not None:
-        summed = grad_table.sum((0, 1))  # [H, 2, width]
-        if table_scale.shape[0] == 1:
-            summed = summed.sum(0, keepdim=True)
-        hidden = m == -torch.inf
-        grad_scale, grad_shift = (x.masked_fill(hidden, 0).to(table_scale.dtype) for x in summed.unbind(1))
-    grad_query = grad_query[:, :, :queries, :dim].to(query.dtype).contiguous()
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_scale, grad_shift
+    pairs, threads = batches * given.key.shape[1], torch.get_num_threads()
+    chunks = max(1, min(-(-2 * threads // max(pairs, 1)), 8)) if pairs % threads else 1
+    zeros = given.query.new_zeros
+    grad_query = zeros(chunks, batches, heads, _up(queries, kernel.tile_rows), _up(dim, kernel.tile_columns))
+    grad_key, grad_value = zeros(given.key.shape), zeros(given.value.shape)
+    grad_table = zeros(chunks, batches, heads, 2, call.gain.shape[1]) if table_grads else None
+    if call.geometry.keys and grad_query.numel():
+        grad_out, lse, delta = _float(grad_out), _float(lse).contiguous(), _float(delta).contiguous()
+        segments = _segments(call)
+        arguments = _arguments(given, segments, lse)
+        arguments.grad_out, arguments.delta, arguments.chunks = _matrix(grad_out), delta.data_ptr(), chunks
+        arguments.grad_query = grad_query.data_ptr()
+        arguments.grad_key, arguments.grad_value = grad_key.data_ptr(), grad_value.data_ptr()
+        arguments.grad_table = grad_table.data_ptr() if grad_table is not None else None
+        kernel.run("scaleinv_backward", arguments)
+    grad_query = (grad_query.sum(0) if chunks > 1 else grad_query[0])[:, :, :queries, :dim]
+    diagonals = None if grad_table is None else grad_table.sum((0, 1)).transpose(0, 1)  # [2, H, Nq + Nk - 1]
+    return operator.Gradients(
+        grad_query.to(call.query.dtype).contiguous(),
+        grad_key.to(call.key.dtype),
+        grad_value.to(call.value.dtype),
+        *operator.table_gradients(call, diagonals),
+    )
+
+
+run = operator.engine("blocked-native", forward, backward)
 
 
 def _kernel() -> Kernel:
@@ -194,7 +179,7 @@ def _up(n: int, to: int) -> int:
 
 
 def _float(x: Tensor) -> Tensor:
-    x = x.to(torch.float32)
+    x = x if x.dtype == torch.float32 else x.to(torch.float32)  # a decoding step feels every call
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -202,48 +187,53 @@ def _matrix(x: Tensor) -> _Matrix:
     return _Matrix(x.data_ptr(), *x.stride()[:3])
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    m: Tensor,
-    segments: tuple[Tensor, Tensor] | None,
-    out: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    geometry: Geometry,
-) -> _Call:
+def _given(call: DiagonalCall) -> DiagonalCall:
+    """The call in float32, with contiguous channels: whoever holds it keeps the memory that the kernel reads."""
+    return DiagonalCall(
+        _float(call.query),
+        _float(call.key),
+        _float(call.value),
+        _float(call.gain),
+        _float(call.shift),
+        call.document_ids,
+        call.key_mask,
+        call.scale,
+        call.geometry,
+    )
+
+
+def _arguments(call: DiagonalCall, segments: tuple[Tensor, Tensor] | None, lse: Tensor) -> _Call:
+    geometry = call.geometry
     return _Call(
-        batches=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
+        batches=call.query.shape[0],
+        heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
         queries=geometry.queries,
         keys=geometry.keys,
-        dim=q.shape[3],
-        value_dim=v.shape[3],
+        dim=call.query.shape[3],
+        value_dim=call.value.shape[3],
         offset=geometry.offset,
-        min_distance=geometry.nearest,
-        max_distance=geometry.farthest,
-        table_heads=a.shape[0],
+        min_distance=geometry.min_distance,
+        max_distance=geometry.max_distance,
+        table_heads=call.gain.shape[0],
         threads=torch.get_num_threads(),
-        scale=scale,
-        query=_matrix(q),
-        key=_matrix(k),
-        value=_matrix(v),
-        table_scale=a.data_ptr(),
-        table_shift=m.data_ptr(),
+        scale=call.scale,
+        query=_matrix(call.query),
+        key=_matrix(call.key),
+        value=_matrix(call.value),
+        gain=call.gain.data_ptr(),
+        shift=call.shift.data_ptr(),
         query_segment=segments[0].data_ptr() if segments else None,
         key_segment=segments[1].data_ptr() if segments else None,
-        out=out.data_ptr() if out is not None else None,
         lse=lse.data_ptr(),
     )
 
 
-def _segments(document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry) -> tuple[Tensor, Tensor] | None:
+def _segments(call: DiagonalCall) -> tuple[Tensor, Tensor] | None:
     """Documents of queries and keys as small non-negative int32, -1 for a key that is masked or out of every reach."""
-    if document_ids is not None:
-        keys = torch.unique(document_ids, return_inverse=True)[1]
+    geometry, key_mask = call.geometry, call.key_mask
+    if call.document_ids is not None:
+        keys = torch.unique(call.document_ids, return_inverse=True)[1]
         queries = query_documents(keys, geometry.offset, geometry.queries)
     elif key_mask is not None:
         keys = key_mask.new_zeros(key_mask.shape, dtype=torch.int32)
