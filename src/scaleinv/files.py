@@ -10,14 +10,27 @@ import csv
 import dataclasses
 import io
 import json
+import logging
 import math
 import os
+import re
+import socket
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scaleinv.version import VERSION
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+"""The file of `locked`."""
 
 
 @contextlib.contextmanager
@@ -36,6 +49,63 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Delete what a killed program left of `replacing` in a folder. Only its one writer may call this: see `locked`."""
+    for path in Path(folder).iterdir():
+        if re.fullmatch(r"\.[0-9a-f]{32}\..+", path.name):
+            path.unlink(missing_ok=True)
+
+
+class FolderInUse(RuntimeError):
+    """Another process writes to a folder."""
+
+
+@contextlib.contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Hold a folder as its only writer; FolderInUse if another process, or another part of this one, holds it.
+
+    The lock ends with its process, however that ends. It reaches over a network folder as far as the file system
+    carries `flock` (NFS does). Where the system has no such locks, a warning says so and the body runs without one.
+    """
+    folder = Path(folder)
+    path = folder / LOCK
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("a+"))
+        while _take(file, folder) and not _is_still(file, path):  # the writer before us removed it after we opened it
+            file = stack.enter_context(path.open("a+"))
+        stack.callback(path.unlink, missing_ok=True)  # runs before the files are closed
+        with contextlib.suppress(OSError):  # a full disk: the note is missing, the lock holds
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+
+
+def _is_still(file: IO[str], path: Path) -> bool:
+    """Is the open file the one that the path names?"""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _take(file: IO[str], folder: Path) -> bool:
+    """Lock an open file; False where the file system cannot."""
+    try:
+        if fcntl is None:
+            raise OSError("this system has no flock")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read(200).strip() or "another process"
+        raise FolderInUse(f"{folder} is in use by {holder}: wait until it has ended, or end it") from None
+    except OSError as error:
+        logger.warning(
+            "%s cannot be locked (%s): make sure that no other process writes to it", folder, error.strerror or error
+        )
+        return False
 
 
 def write_atomically(path: str | Path, *parts: bytes | memoryview) -> None:

@@ -52,7 +52,7 @@ def run(tmp_path_factory) -> Path:
     model = GPTConfig(layers=1, width=32, heads=2, method="rope", train_length=96)
     config = train.TrainConfig(
         model=model, data=str(folder), out=str(folder / "run"), steps=2, batch_tokens=192, val_tokens=400,
-        val_multiples=(1,), seed=3, device="cpu",
+        val_lengths="1x", seed=3, device="cpu",
     )  # fmt: skip
     train.run(config)
     return folder / "run"
@@ -204,19 +204,19 @@ def test_the_loss_is_on_the_answer_alone(model, data):
 
 def test_finetuning_goes_on_bitwise_and_is_a_run(run, tmp_path, monkeypatch):
     whole = finetune(run, tmp_path / "whole", TASK, TRAINING)
-    step = needle_train._step
+    step = needle_train._gradients
 
     def die_in_step_5(*args):
         if args[-1] == 4:
             raise KeyboardInterrupt
         return step(*args)
 
-    monkeypatch.setattr(needle_train, "_step", die_in_step_5)
+    monkeypatch.setattr(needle_train, "_gradients", die_in_step_5)
     with pytest.raises(KeyboardInterrupt):
         finetune(run, tmp_path / "killed", TASK, TRAINING)
-    monkeypatch.setattr(needle_train, "_step", step)
+    monkeypatch.setattr(needle_train, "_gradients", step)
     lines: list[str] = []
-    finetune(run, tmp_path / "killed", TASK, TRAINING, say=lines.append)
+    finetune(run, tmp_path / "killed", TASK, TRAINING, progress=lines.append)
     assert "at step 4" in lines[0]
     first, second = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "killed"))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -229,7 +229,7 @@ def test_finetuning_goes_on_bitwise_and_is_a_run(run, tmp_path, monkeypatch):
     assert config.model.method == "rope"
     assert isinstance(store.run_tokenizer(whole), ByteTokenizer)
     # Finished: it returns at once. Anything else in that folder is refused.
-    monkeypatch.setattr(needle_train, "_step", None)
+    monkeypatch.setattr(needle_train, "_gradients", None)
     finetune(run, whole, TASK, TRAINING)
     with pytest.raises(ValueError, match=r"out .* another run, task or training"):
         finetune(run, whole, TASK, dataclasses.replace(TRAINING, rate=0.5))
@@ -238,7 +238,7 @@ def test_finetuning_goes_on_bitwise_and_is_a_run(run, tmp_path, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_it(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(needle_train, "_step", lambda *args: (math.nan, 0.0))
+    monkeypatch.setattr(needle_train, "_gradients", lambda *args: (math.nan, 0.0))
     with pytest.raises(train.Diverged, match="rate"):
         finetune(run, tmp_path, TASK, TRAINING)
 
@@ -280,7 +280,7 @@ def test_run_needle_writes_results_and_summary(run, tmp_path, monkeypatch):
     assert summary["loss"] == {}
     assert set(summary["needle"]["yarn"]["1x"]) == {"accuracy", "low", "high", "samples"}
     # Going on: nothing is trained or asked again.
-    monkeypatch.setattr(needle_train, "_step", None)
+    monkeypatch.setattr(needle_train, "_gradients", None)
     monkeypatch.setattr(needle, "read_samples", None)
     assert go(3) == results
     # Other lengths join; another task is refused before anything is trained.

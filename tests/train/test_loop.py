@@ -83,7 +83,7 @@ def test_run_folder_holds_all_that_is_needed(tiny):
 def test_a_vocabulary_of_bytes_is_fitted_to_the_tokenizer(tiny):
     lines = []
     config = tiny(tokenizer="bpe:300", steps=1)
-    train.run(config, say=lines.append)
+    train.run(config, progress=lines.append)
     saved, values = read_config(config.out)
     assert 257 < saved.model.vocab_size <= 300
     assert f"data {values['corpus']['description']}" in lines
@@ -129,7 +129,8 @@ def test_unwritable_folder_is_a_clear_error(tiny, tmp_path):
         ({"schedule": "warm"}, "schedule must be"),
         ({"parallel": "tp"}, "parallel must be"),
         ({"clip": 0.0}, "clip must be positive"),
-        ({"val_multiples": ()}, "val_multiples must be"),
+        ({"val_lengths": ""}, "val_lengths must be text"),
+        ({"val_lengths": "4y"}, "val_lengths must read like .* 'none' turns validation off"),
         ({"lr_output": math.nan}, "lr_output must be finite"),
     ],
 )

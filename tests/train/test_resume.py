@@ -91,7 +91,7 @@ def test_damaged_checkpoint_is_reported_and_passed_over(tiny, tmp_path, damage, 
         (newest / "manifest.json").write_text("{")
     lines = []
     with caplog.at_level(logging.WARNING):
-        train.run(config, resume=True, say=lines.append)
+        train.run(config, resume=True, progress=lines.append)
     assert "is damaged" in caplog.text
     assert any("at step 4" in line for line in lines)
     assert losses(config.out) == expected

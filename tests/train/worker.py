@@ -11,4 +11,4 @@ from scaleinv import train
 if __name__ == "__main__":
     torch.set_num_threads(1)
     config = train.TrainConfig.from_json(json.loads(Path(sys.argv[1]).read_text()))
-    train.run(config, resume="resume" in sys.argv, say=lambda text: print(text, flush=True))
+    train.run(config, resume="resume" in sys.argv, progress=lambda text: print(text, flush=True))

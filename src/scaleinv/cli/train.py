@@ -102,5 +102,5 @@ def run(options: argparse.Namespace) -> int:
         config = train.preset(name, **chosen)
         given.setdefault("out", f"runs/{name}-{config.model.method}-seed{options.seed or 0}")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, **shape), **given)
-    result = train.run(config, resume=bool(options.resume), say=terminal)
+    result = train.run(config, resume=bool(options.resume), progress=terminal)
     return 0 if result.finished else 128 + (result.signal or 15)

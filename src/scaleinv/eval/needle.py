@@ -19,12 +19,14 @@ from scaleinv import methods
 from scaleinv.data import TokenData, Tokenizer
 from scaleinv.eval.needle_decode import read_samples
 from scaleinv.eval.needle_task import NeedleTask, make_sample
-from scaleinv.eval.needle_train import NeedleTraining, autocast, finetune
+from scaleinv.eval.needle_train import NeedleTraining, finetune
 from scaleinv.eval.summary import SUMMARY, parse_accuracy, read_summary_if_any, write_summary
+from scaleinv.files import write_text
 from scaleinv.lengths import parse
 from scaleinv.model import GPT, PRESETS, GPTConfig
 from scaleinv.progress import Report
 from scaleinv.train import store
+from scaleinv.train.passes import precision
 
 SAMPLES = 100
 """Samples at each length."""
@@ -114,7 +116,7 @@ def _ask(
     model: GPT, data: TokenData, tokenizer: Tokenizer, task: NeedleTask, seed: int, indices: Sequence[int]
 ) -> list[Record]:
     chosen = [make_sample(task, data, tokenizer, seed=seed, index=index) for index in indices]
-    with autocast(next(model.parameters()).device):
+    with precision(next(model.parameters()).device):
         readings = read_samples(model, chosen, task, tokenizer)
     return [
         {
@@ -181,7 +183,7 @@ def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], 
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = lines[1:]
-    store.write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
+    write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
     return {(record["length"], record["index"]): record for record in kept}
 
 
@@ -256,7 +258,7 @@ def run_needle(
         _check_summary(folder.parent, rows, settings)
     finetuned = folder / "models" / f"{trained_as}-seed{config.seed}"
     anywhere = dataclasses.replace(task, depth=None)  # a depth is asked for, not trained for
-    finetune(run, finetuned, anywhere, training, corpus=corpus, device=device, say=progress)
+    finetune(run, finetuned, anywhere, training, corpus=corpus, device=device, progress=progress)
     model, _ = store.load_model(finetuned, device)
     results = {}
     for row in rows:
@@ -279,7 +281,7 @@ def run_needle(
         earlier = json.loads(path.read_text()) if path.exists() else {}
         if all(earlier.get(name) == json.loads(json.dumps(results[row][name])) for name in ("seed", "settings")):
             results[row]["lengths"] = {**earlier["lengths"], **found}
-        store.write_text(path, json.dumps(results[row], indent=1, ensure_ascii=False))
+        write_text(path, json.dumps(results[row], indent=1, ensure_ascii=False))
         for label, at in found.items():
             progress(f"{row} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
     if summary:

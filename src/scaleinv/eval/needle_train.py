@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,10 +15,11 @@ from torch.nn import functional as F
 
 from scaleinv.data import Corpus
 from scaleinv.eval.needle_task import NeedleTask, make_sample, stack
+from scaleinv.files import locked, read_object, remove_leftovers, write_json
 from scaleinv.model import GPT
-from scaleinv.train import Diverged, TrainConfig, checkpoint, store
+from scaleinv.train import Diverged, TrainConfig, checkpoint, optim, store
 from scaleinv.train.logs import Metrics, Progress
-from scaleinv.train.optim import build_optimizers, set_rates, state_tensors
+from scaleinv.train.passes import micro_batches, precision
 
 SETTINGS = "needle.json"
 
@@ -111,16 +111,16 @@ def finetune(
     *,
     corpus: Corpus | None = None,
     device: str | torch.device = "cpu",
-    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Fine-tune a run's newest weights on the task; returns ``out``, a folder that `load_model` reads.
 
-    Stopped at any moment, the same call goes on from the last checkpoint with the same steps as if it had not been;
-    finished, it returns at once. Another run, task or training in the same folder is refused.
+    If interrupted, the same call resumes from the last checkpoint and takes the same steps. If finished, it returns at
+    once. Another run, task or training in the same folder is refused, and so is a second process.
 
     Args:
         corpus: the run's own, if it has been loaded already.
-        say: takes progress, line by line.
+        progress: takes progress, line by line.
     """
     training = training or NeedleTraining()
     run, out = Path(run), Path(out)
@@ -131,43 +131,40 @@ def finetune(
         "task": dataclasses.asdict(task),
         "training": training.to_json(),
     }
-    _claim(out, settings)
-    optimizers = build_optimizers(model, config)
-    tensors = state_tensors(model, optimizers)
-    found = checkpoint.newest(out / store.CHECKPOINTS)
-    start = 0
-    if found is not None:
-        checkpoint.load(found[0], tensors)
-        start = found[1]["step"]
-    if start == training.steps and (out / store.WEIGHTS).exists():
-        return out
-    if start:
-        say(f"resuming {out} at step {start}")
-    store.write_config(out, dataclasses.replace(config, out=str(out)), corpus)
-    (out / store.TOKENIZER).mkdir(exist_ok=True)
-    corpus.tokenizer.save(out / store.TOKENIZER)
-    metrics = Metrics(out, start, settings, None)
-    progress = Progress(training.steps, start, training.sequences * task.length, say, training.log_every)
-    model.train()
-    try:
-        for step in range(start, training.steps):
-            factor = training.learning_rate(step)
-            set_rates(optimizers, factor)
-            loss, right = _step(model, config, corpus, task, training, step)
-            if not math.isfinite(loss):
-                raise Diverged(f"loss became {loss} at step {step + 1} of fine-tuning: lower rate={training.rate}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            done = step + 1
-            progress.show(done, loss, factor)
-            metrics.write({"step": done, "loss": loss, "token_accuracy": right, "lr": factor * config.lr_matrices})
-            if done % training.checkpoint_every == 0 or done == training.steps:
-                checkpoint.save(out / store.CHECKPOINTS, done, tensors, {}, keep=1)
-    finally:
-        metrics.close()
-    weights = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
-    store.write_weights(out, checkpoint.to_cpu(weights), training.steps)
+    store.check_writable(out)
+    with locked(out):
+        _claim(out, settings)
+        optimizers = optim.build_optimizers(model, config)
+        tensors = optim.state_tensors(model, optimizers)
+        found = checkpoint.newest(out / store.CHECKPOINTS)
+        start = 0
+        if found is not None:
+            checkpoint.load(found[0], tensors)
+            start = found[1]["step"]
+            progress(f"resuming {out} at step {start}")
+        if start < training.steps:
+            store.write_run(out, dataclasses.replace(config, out=str(out)), corpus)
+            metrics = Metrics(out, start, settings, None)
+            meter = Progress(training.steps, start, training.sequences * task.length, progress, training.log_every)
+            model.train()
+            try:
+                for step in range(start, training.steps):
+                    factor = training.learning_rate(step)
+                    loss, right = _gradients(model, config, corpus, task, training, step)
+                    if not math.isfinite(loss):
+                        lower = f"lower rate={training.rate}"
+                        raise Diverged(f"loss became {loss} at step {step + 1} of fine-tuning: {lower}")
+                    optim.step(optimizers, factor)
+                    done = step + 1
+                    meter.show(done, loss, factor)
+                    rate = factor * config.lr_matrices
+                    metrics.write({"step": done, "loss": loss, "token_accuracy": right, "lr": rate})
+                    if done % training.checkpoint_every == 0 or done == training.steps:
+                        checkpoint.save(out / store.CHECKPOINTS, done, tensors, {}, keep=1)
+            finally:
+                metrics.close()
+        if store.weights_step(out) != training.steps:
+            store.write_weights(out, checkpoint.to_cpu(optim.weights_of(tensors)), training.steps)
     return out
 
 
@@ -177,7 +174,7 @@ def answer_logits(model: GPT, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Ten
     return model.output(hidden).float(), tokens[:, 1:][mask[:, 1:]]
 
 
-def _step(
+def _gradients(
     model: GPT, config: TrainConfig, corpus: Corpus, task: NeedleTask, training: NeedleTraining, step: int
 ) -> tuple[float, float]:
     """Gradients of one step; the mean loss of its answers' tokens in nats, and how many of them were the likeliest."""
@@ -188,13 +185,11 @@ def _step(
     ]
     tokens, mask = stack(samples)
     device = next(model.parameters()).device
-    limit = config.micro_tokens or (65_536 if device.type == "cuda" else 16_384)
-    rows = max(1, limit // sized.length)
     count = int(mask.sum())
     loss = torch.zeros((), device=device)
     right = torch.zeros((), device=device)
-    for part, where in zip(tokens.to(device).split(rows), mask.to(device).split(rows), strict=True):
-        with autocast(device):
+    for part, where in micro_batches(tokens, mask, device=device, tokens=config.micro_tokens):
+        with precision(device):
             logits, targets = answer_logits(model, part, where)
         piece = F.cross_entropy(logits, targets, reduction="sum") / count
         piece.backward()
@@ -203,19 +198,14 @@ def _step(
     return loss.item(), right.item()
 
 
-def autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def _claim(out: Path, settings: dict[str, Any]) -> None:
     """Note what is fine-tuned in a folder, or refuse one where it is something else."""
-    store.check_writable(out)
     path = out / SETTINGS
-    text = json.dumps(settings, indent=1)
     if not path.exists():
         if (out / store.CONFIG).exists():
             raise ValueError(f"out {out} already holds a run: choose another folder")
-        store.write_text(path, text)
-    elif json.loads(path.read_text()) != json.loads(text):
+        write_json(path, settings)
+    elif read_object(path) != json.loads(json.dumps(settings)):
         raise ValueError(f"out {out} holds a fine-tuning of another run, task or training (see {path}): choose another")
+    remove_leftovers(out)
     checkpoint.remove_partial(out / store.CHECKPOINTS)

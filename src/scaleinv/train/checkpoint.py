@@ -8,8 +8,8 @@ complete, so a killed run leaves the last whole one. What was saved on several r
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from scaleinv.files import write_text
+from scaleinv.files import read_object, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,37 +37,72 @@ class CheckpointError(RuntimeError):
 
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], extra: dict[str, Any], keep: int) -> Path:
-    """Write ``folder/step-XXXXXX`` and delete all but the newest ``keep``. All ranks call it together."""
+    """Write ``folder/step-XXXXXX`` and delete all but the newest ``keep`` whole ones. All ranks call it together."""
     final, partial = folder / f"{PREFIX}{step:06d}", folder / f"{PARTIAL}{step:06d}"
-    first, many = _rank() == 0, dist.is_initialized()
-    problem = None
-    try:
-        if first:
-            remove_partial(folder)
-            partial.mkdir(parents=True)
-        _barrier()
-        with _quiet():
-            writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=many)
-            dcp.save(tensors, storage_writer=writer, no_dist=not many)
-        _barrier()
-        if first:
-            manifest = {"step": step, "extra": extra, "files": _digests(partial)}
-            write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
-            _sync(folder)
-            for old in _found(folder)[keep:]:
-                shutil.rmtree(old, ignore_errors=True)
-    except Exception as error:  # torch wraps what the disk says in classes of its own
-        problem = error
-    if problem is not None:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint of step {step} could not be written to {folder}: {_reason(problem)}"
-        ) from problem
-    _barrier()
+    first = _rank() == 0
+    for stage in (
+        lambda: _begin(partial) if first else None,
+        lambda: _write(partial, tensors),
+        lambda: _finish(partial, final, {"step": step, "extra": extra}, keep) if first else None,
+    ):
+        problem = None
+        try:
+            stage()
+        except (Exception, dcp.CheckpointException) as error:  # the latter is a BaseException
+            problem = error
+        if _any(problem is not None):
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+            reason = "another rank failed" if problem is None else _reason(problem)
+            raise CheckpointError(f"checkpoint of step {step} could not be written to {folder}: {reason}") from problem
     return final
+
+
+def _begin(partial: Path) -> None:
+    remove_partial(partial.parent)
+    partial.mkdir(parents=True)
+
+
+def _write(partial: Path, tensors: dict[str, Tensor]) -> None:
+    many = dist.is_initialized()
+    with _quiet():
+        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=many)
+        dcp.save(tensors, storage_writer=writer, no_dist=not many)
+
+
+def _finish(partial: Path, final: Path, manifest: dict[str, Any], keep: int) -> None:
+    write_json(partial / MANIFEST, {**manifest, "files": _digests(partial)})
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
+    if final.exists():
+        os.replace(final, partial.with_name(f"{partial.name}-before"))
+    os.replace(partial, final)
+    _sync(final.parent)
+    remove_partial(final.parent)
+    _delete_old(final.parent, keep)
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    """Delete what lies behind the newest ``keep`` whole checkpoints, and the damaged ones among them.
+
+    Nothing is deleted before so many have been found whole.
+    """
+    whole: list[Path] = []
+    others: list[Path] = []
+    for path in _found(folder):
+        (whole if len(whole) < keep and _is_whole(path) else others).append(path)
+    if len(whole) == keep:
+        for path in others:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _verified(path)
+        return True
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return False
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -84,7 +119,7 @@ def of_step(folder: Path, step: int) -> Path:
     """The whole checkpoint of a step; ValueError names those there are."""
     path = folder / f"{PREFIX}{step:06d}"
     if not path.exists():
-        known = ", ".join(found.name.removeprefix(PREFIX).lstrip("0") for found in reversed(_found(folder))) or "none"
+        known = ", ".join(str(_step(found)) for found in reversed(_found(folder))) or "none"
         raise ValueError(f"step {step} has no checkpoint in {folder}: there are {known}")
     _verified(path)
     return path
@@ -95,7 +130,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         with _quiet():
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:
         raise CheckpointError(f"checkpoint {path} does not fit this run: {_reason(error)}") from error
 
 
@@ -108,39 +143,59 @@ def remove_partial(folder: Path) -> None:
 def _found(folder: Path) -> list[Path]:
     """Checkpoints, newest first."""
     paths = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix(PREFIX)), reverse=True)
+    return sorted(paths, key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix(PREFIX))
 
 
 def _verified(path: Path) -> dict[str, Any]:
+    """The manifest of a whole checkpoint; CheckpointError for a damaged one."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        expected = manifest["files"]
-        manifest["step"], manifest["extra"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: its {MANIFEST} cannot be read ({error})") from error
-    actual = _digests(path)
+        manifest = read_object(path / MANIFEST)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
+    for name, kind in (("step", int), ("extra", dict), ("files", dict)):
+        if not isinstance(manifest.get(name), kind):
+            raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} has no valid {name!r}")
+    if manifest["step"] != _step(path):
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is of step {manifest['step']}")
+    actual, expected = _digests(path), manifest["files"]
     for name in expected:
         if actual.get(name) != expected[name]:
             state = "is missing" if name not in actual else "was changed or cut short"
             raise CheckpointError(f"checkpoint {path} is damaged: {name} {state}")
+    if not expected:
+        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} names no files")
     return manifest
 
 
 def _digests(path: Path) -> dict[str, dict[str, Any]]:
+    """Sizes and hashes of a checkpoint's files."""
     result = {}
     for file in sorted(path.iterdir()):
         if file.name == MANIFEST or not file.is_file():
             continue
-        with file.open("rb") as stream:
-            digest = hashlib.blake2b()
-            while block := stream.read(1 << 20):
-                digest.update(block)
-        result[file.name] = {"bytes": file.stat().st_size, "blake2b": digest.hexdigest()}
+        stat = file.stat()
+        digest = _digest(file, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        result[file.name] = {"bytes": stat.st_size, "blake2b": digest}
     return result
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+@functools.lru_cache(maxsize=1024)
+def _digest(path: Path, inode: int, changed: int, size: int) -> str:
+    """A file's hash: read once for each state of the file, so that the checkpoints kept are not read at every save."""
+    digest = hashlib.blake2b()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's or folder's content is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -151,9 +206,13 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+def _any(flag: bool) -> bool:
+    """Does any rank say so? All of them wait for the answer."""
+    if not dist.is_initialized():
+        return flag
+    flags: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return any(flags)
 
 
 @contextlib.contextmanager

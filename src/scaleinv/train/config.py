@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from scaleinv import lengths
 from scaleinv.model.config import GPTConfig
 from scaleinv.model.config import preset as model_preset
 from scaleinv.settings import check, setting, settings
@@ -71,11 +72,11 @@ class TrainConfig:
     val_tokens: int = setting(
         131_072, "tokens to validate on, at every length", group="validation and checkpoints", least=1
     )
-    val_multiples: tuple[int, ...] = setting(
-        (1, 4, 16),
-        "validation lengths, in multiples of the training length",
+    val_lengths: str = setting(
+        "1x,4x,16x",
+        "validation lengths, in multiples of the training length or tokens; none for no validation",
         group="validation and checkpoints",
-        least=1,
+        resume=True,
     )
     checkpoint_every: int = setting(
         100, "steps between checkpoints", group="validation and checkpoints", least=1, resume=True
@@ -106,6 +107,10 @@ class TrainConfig:
                 f"batch_tokens must be a multiple of the training length {self.model.train_length}, "
                 f"got {self.batch_tokens}"
             )
+        try:
+            self.validation_lengths()
+        except ValueError as error:
+            raise ValueError(f"val_{error}; 'none' turns validation off") from None
         if self.document_masks and self.model.sized_method().infini:
             raise ValueError("document_masks cannot be used with Infini-attention: its memory spans the window")
 
@@ -113,6 +118,15 @@ class TrainConfig:
     def sequences(self) -> int:
         """Sequences in one optimiser step, over all ranks."""
         return self.batch_tokens // self.model.train_length
+
+    def validation_lengths(self) -> dict[str, int]:
+        """Lengths to validate at in tokens, by their labels; empty for no validation."""
+        return {} if self.val_lengths == "none" else lengths.parse(self.val_lengths, self.model.train_length)
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings that a run cannot change when it resumes: they make its model and the order of its data."""
+        model = {f"model.{name}": value for name, value in dataclasses.asdict(self.model).items()}
+        return {**model, **{name: getattr(self, name) for name in _FIXED}}
 
     def learning_rate(self, step: int) -> float:
         """Factor on every learning rate at a step, counted from 0."""
@@ -128,9 +142,13 @@ class TrainConfig:
     def from_json(values: dict[str, Any]) -> TrainConfig:
         values = {"order": "sequential", **values}  # runs from before there was a choice
         values["model"] = GPTConfig(**values["model"])
-        for name in ("betas", "val_multiples"):
-            values[name] = tuple(values[name])
+        values["betas"] = tuple(values["betas"])
+        if "val_multiples" in values:  # runs from before val_lengths
+            values["val_lengths"] = ",".join(f"{times}x" for times in values.pop("val_multiples"))
         return TrainConfig(**values)
+
+
+_FIXED = ("order", "seed", "batch_tokens", "document_masks")
 
 
 def preset(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,12 +49,25 @@ class World:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others: what it caches on disk, they find."""
+        """Rank 0 runs the body before the others: what it caches on disk, they find. If it fails, they still go."""
         if not self.first:
             self.barrier()
-        yield
+        try:
+            yield
+        finally:
+            if self.first:
+                self.barrier()
+
+    def on_first(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Rank 0 does it; if that fails, all ranks raise, so that none waits for another."""
+        problem: BaseException | None = None
         if self.first:
-            self.barrier()
+            try:
+                action(*arguments)
+            except BaseException as error:
+                problem = error
+        if self.any(problem is not None):
+            raise problem or RuntimeError("rank 0 failed; its message says why")
 
 
 @contextlib.contextmanager

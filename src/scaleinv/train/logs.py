@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scaleinv.files import write_text
+from scaleinv.files import UnreadableFile, read_lines, write_text
 from scaleinv.progress import Report, clock
 
 logger = logging.getLogger(__name__)
@@ -24,40 +26,58 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, start: int, config: dict[str, Any], wandb_project: str | None) -> None:
-        path = folder / METRICS
-        kept = [line for line in _lines(path) if line["step"] <= start] if start else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = path.open("a", buffering=1)
-        self.board = _tensorboard(folder, start)
         self.wandb = _wandb(wandb_project, folder, config) if wandb_project else None
+        self.path = folder / METRICS
+        kept = [line for line in read_metrics(folder) if line["step"] <= start] if start else []
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.file = self.path.open("ab", buffering=0)
+        self.board = _tensorboard(folder, start)
 
     def write(self, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps(values) + "\n")
+        """Add the numbers of a step; OSError that names the file where the disk is full."""
+        line = (json.dumps(values) + "\n").encode()
         scalars = {name: value for name, value in _flat(values) if name != "step"}
-        if self.board is not None:
-            for name, value in scalars.items():
-                self.board.add_scalar(name, value, values["step"])
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self.board is not None:
+                for name, value in scalars.items():
+                    self.board.add_scalar(name, value, values["step"])
+        except OSError as error:
+            raise OSError(error.errno, f"metrics could not be written: {error.strerror}", str(self.path)) from error
         if self.wandb is not None:
             self.wandb.log(scalars, step=values["step"])
 
     def close(self) -> None:
         self.file.close()
         if self.board is not None:
-            self.board.close()
+            try:
+                self.board.close()
+            except OSError as error:
+                logger.warning("the last TensorBoard records are lost: %s", error.strerror)
         if self.wandb is not None:
             self.wandb.finish()
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line that a killed run left half written is left out."""
-    return _lines(folder / METRICS)
+    """The lines of a run's metrics.jsonl, each with its step; none if it is missing.
+
+    A last line that a killed run left half written is left out; other damage raises ValueError that names the file.
+    """
+    path = folder / METRICS
+    advice = "delete the file to go on without the numbers so far"
+    lines = read_lines(path, advice) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line.get("step"), int):
+            raise UnreadableFile(path, f"has no step in record {number}", advice)
+    return lines
 
 
 class Progress:
     """One line: step, loss, learning rate, tokens a second, time to go. It stays in place on a terminal."""
 
-    def __init__(self, steps: int, start: int, tokens: int, say: Callable[[str], None], every: int) -> None:
-        self.steps, self.start, self.tokens, self.say, self.every = steps, start, tokens, say, every
+    def __init__(self, steps: int, start: int, tokens: int, progress: Callable[[str], None], every: int) -> None:
+        self.steps, self.start, self.tokens, self.progress, self.every = steps, start, tokens, progress, every
         self.began = self.marked = time.monotonic()
         self.marked_step = start
         self.rate = 0.0
@@ -75,7 +95,7 @@ class Progress:
         self.rate = (step - self.marked_step) * self.tokens / max(now - self.marked, 1e-9)
         self.marked, self.marked_step = now, step
         left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
-        self.say(
+        self.progress(
             Report(
                 f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  "
                 f"ETA {clock(left)}",
@@ -87,17 +107,6 @@ class Progress:
                 tokens_per_second=self.rate,
             )
         )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue
-    return lines
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import signal
@@ -12,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from scaleinv.constants import TAU
 from scaleinv.data import document_ids
+from scaleinv.files import locked, remove_leftovers
+from scaleinv.logits import ScaleInvariant
 from scaleinv.model import GPT
 from scaleinv.ops.api import which_backend
-from scaleinv.train import checkpoint, store
+from scaleinv.train import checkpoint, optim, store
 from scaleinv.train.config import TrainConfig
 from scaleinv.train.distributed import World, accumulating, replicate, shard, world
 from scaleinv.train.logs import Metrics, Progress
-from scaleinv.train.optim import build_optimizers, set_rates, state_tensors
-from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
+from scaleinv.train.passes import micro_batches, precision
+from scaleinv.train.validation import LengthLoss, fitting, loss_at_length, usable_tokens
 
 
 class Diverged(RuntimeError):
@@ -39,68 +43,92 @@ class Result:
     """False where a signal stopped it: resume it to go on."""
     signal: int | None
     validation: dict[str, LengthLoss]
-    """By multiple of the training length ("1x"), if the last step was reached."""
+    """By length ("1x", as in ``val_lengths``), if the last step was reached."""
 
 
-def run(config: TrainConfig, *, resume: bool = False, say: Callable[[str], None] = lambda text: None) -> Result:
+def run(config: TrainConfig, *, resume: bool = False, progress: Callable[[str], None] = lambda text: None) -> Result:
     """Train; with ``resume``, go on from the last whole checkpoint in ``config.out``.
 
-    SIGINT and SIGTERM save and leave. Under torchrun every rank calls this with the same arguments.
+    SIGINT and SIGTERM save and leave. Under torchrun every rank calls this with the same arguments. Only one run at a
+    time may write to a folder: `scaleinv.files.FolderInUse` is raised for the second.
 
     Args:
-        say: takes progress, line by line.
+        progress: takes progress, line by line.
     """
-    with world(config.device) as here:
-        return _Run(config, here, say if here.first else lambda text: None).go(resume)
+    config = copy.deepcopy(config)  # the run fills in the vocabulary
+    if not resume:
+        _check_method(config)
+    with world(config.device) as here, contextlib.ExitStack() as stack:
+        return _Run(config, here, progress if here.first else lambda text: None).go(resume, stack)
+
+
+def _check_method(config: TrainConfig) -> None:
+    """ValueError if a lengthscale is set that the method does not have."""
+    model = config.model
+    if not isinstance(model.sized_method().logits, ScaleInvariant):
+        for name, value, unset in (("tau", model.tau, TAU), ("learnable_tau", model.learnable_tau, False)):
+            if value != unset:
+                raise ValueError(f"{name} must be left unset for {model.method!r}, which has none, got {value}")
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, here: World, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, here: World, progress: Callable[[str], None]) -> None:
         if config.sequences % here.size:
             raise ValueError(f"batch_tokens makes {config.sequences} sequences, which {here.size} ranks cannot share")
-        self.config, self.here, self.say = config, here, say
+        self.config, self.here, self.progress = config, here, progress
         self.folder = Path(config.out)
         self.checkpoints = self.folder / store.CHECKPOINTS
-        self.lengths = {f"{times}x": times * config.model.train_length for times in config.val_multiples}
 
-    def go(self, resume: bool) -> Result:
+    def go(self, resume: bool, stack: contextlib.ExitStack) -> Result:
+        """Everything from opening the folder on; ``stack`` closes the folder again."""
         config, here = self.config, self.here
-        problem = None
-        if here.first:  # all ranks must leave together, so rank 0 looks and tells
-            try:
-                self._check_folder(resume)
-            except ValueError as error:
-                problem = error
-        if here.any(problem is not None):
-            raise problem or ValueError(f"out {self.folder} cannot be used")
+        here.on_first(self._open_folder, resume, stack)
         with here.first_goes_first():
             self.corpus = store.run_corpus(config, config.model.train_length, fit=True)
-            config.model.vocab_size = self.corpus.vocab_size
-            self.val_tokens = usable_tokens(
-                self.corpus.val.total, config.val_tokens, [config.model.train_length, *self.lengths.values()]
-            )
+        config.model.vocab_size = self.corpus.vocab_size
+        self._choose_lengths()
         self.model, step = self._model(resume)
-        if here.first:
-            store.write_config(self.folder, config, self.corpus)
-            (self.folder / store.TOKENIZER).mkdir(exist_ok=True)
-            self.corpus.tokenizer.save(self.folder / store.TOKENIZER)
-            self.metrics = Metrics(self.folder, step, config.to_json(), config.wandb)
+        here.on_first(self._open_logs, step, stack)
+        if step and here.any(here.first and store.weights_step(self.folder) != step):
+            self._write_weights(step, self._weights())
         self._announce(step)
-        try:
-            with _signals() as caught:
-                return self._train(step, caught)
-        finally:
-            if here.first:
-                self.metrics.close()
+        with _signals() as caught:
+            return self._train(step, caught)
 
-    def _check_folder(self, resume: bool) -> None:
+    def _open_folder(self, resume: bool, stack: contextlib.ExitStack) -> None:
+        """Make and lock the folder, and look whether it fits; if nothing is written to it, it goes again."""
+        made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        stack.callback(_remove_empty, made)
         store.check_writable(self.folder)
+        stack.enter_context(locked(self.folder))
         held = (self.folder / store.CONFIG).exists()
         if held and not resume:
             raise ValueError(f"out {self.folder} already holds a run: resume it, or choose another folder")
         if resume and not held:
             raise ValueError(f"out {self.folder} holds no run to resume")
+        remove_leftovers(self.folder)
         checkpoint.remove_partial(self.checkpoints)
+
+    def _open_logs(self, step: int, stack: contextlib.ExitStack) -> None:
+        # The metrics come first: without the packages that they need, the folder holds no run yet.
+        self.metrics = Metrics(self.folder, step, self.config.to_json(), self.config.wandb)
+        stack.callback(self.metrics.close)
+        store.write_run(self.folder, self.config, self.corpus)
+
+    def _record(self, values: dict[str, Any]) -> None:
+        self.metrics.write(values)
+
+    def _choose_lengths(self) -> None:
+        """Validation lengths that the held-out tokens have room for."""
+        config, total = self.config, self.corpus.val.total
+        asked = config.validation_lengths()
+        self.lengths = fitting(asked, total, config.val_tokens)
+        missing = [label for label in asked if label not in self.lengths]
+        if missing:
+            held_out = min(total, config.val_tokens)
+            self.progress(f"no validation at {', '.join(missing)}: there are {held_out:,} tokens to validate on")
+        lengths = [config.model.train_length, *self.lengths.values()]
+        self.val_tokens = usable_tokens(total, config.val_tokens, lengths) if self.lengths else 0
 
     def _model(self, resume: bool) -> tuple[GPT, int]:
         config, here = self.config, self.here
@@ -108,67 +136,81 @@ class _Run:
         model = GPT(config.model).to(here.device)
         if config.parallel == "fsdp":
             shard(model, here, model.blocks)
-        self.optimizers = build_optimizers(model, config)
-        self.tensors = state_tensors(model, self.optimizers)
+        self.optimizers = optim.build_optimizers(model, config)
+        self.tensors = optim.state_tensors(model, self.optimizers)
         self.tensors["rng"] = torch.get_rng_state()
         step = 0
         found = checkpoint.newest(self.checkpoints) if resume else None
         if found is not None:
             path, manifest = found
-            if manifest["extra"]["corpus"] != self.corpus.sha256:
-                raise ValueError(f"data has changed since {path} was written: its hash is now {self.corpus.sha256}")
+            step = manifest["step"]
+            self._check_resume(path, step, manifest["extra"])
             checkpoint.load(path, self.tensors)
             torch.set_rng_state(self.tensors["rng"])
-            step = manifest["step"]
-            self.say(f"resuming {self.folder} at step {step}")
+            self.progress(f"resuming {self.folder} at step {step}")
         elif resume:
-            self.say(f"{self.folder} has no checkpoint: starting again at step 0")
+            self.progress(f"{self.folder} has no whole checkpoint: starting again at step 0")
         wanted = here.device.type == "cuda" if config.compile is None else config.compile
         compiled = torch.compile(model) if wanted else model
         self.forward: nn.Module = replicate(compiled, here, config.parallel)  # type: ignore[arg-type]
         return model, step
 
+    def _check_resume(self, path: Path, step: int, extra: dict[str, Any]) -> None:
+        """ValueError if a checkpoint is of other data or settings, or lies behind the last step."""
+        if "corpus" not in extra:
+            raise ValueError(f"{path} is not a checkpoint of `scaleinv train`")
+        if extra["corpus"] != self.corpus.sha256:
+            raise ValueError(f"data has changed since {path} was written: its hash is now {self.corpus.sha256}")
+        settings = self.config.fixed()
+        for name, value in extra.get("settings", {}).items():
+            if settings.get(name, value) != value:
+                raise ValueError(
+                    f"{name.removeprefix('model.')} cannot change when a run resumes: it was {value} when {path} was "
+                    f"written, got {settings[name]}"
+                )
+        if step > self.config.steps:
+            raise ValueError(f"steps must be at least {step}, which the run has reached, got {self.config.steps}")
+
     def _announce(self, step: int) -> None:
         config, here = self.config, self.here
         probe = torch.zeros(1, config.model.heads, 1, config.model.head_dim, device=here.device, requires_grad=True)
-        with self._precision():
+        with precision(here.device):
             backend = which_backend(probe, probe, probe, detail=True)
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
-        self.say(f"{config.model.method}: {self.model.count_parameters():,} parameters on {here.device}{ranks}")
-        self.say(f"attention backend {backend}; {torch.get_num_threads()} threads")
-        self.say(f"data {self.corpus.description}")
-        self.say(f"sha256 {self.corpus.sha256[:16]}…; steps {step} to {config.steps} of {config.batch_tokens:,} tokens")
+        self.progress(f"{config.model.method}: {self.model.count_parameters():,} parameters on {here.device}{ranks}")
+        self.progress(f"attention backend {backend}; {torch.get_num_threads()} threads")
+        self.progress(f"data {self.corpus.description}")
+        self.progress(
+            f"sha256 {self.corpus.sha256[:16]}…; steps {step} to {config.steps} of {config.batch_tokens:,} tokens"
+        )
 
     def _train(self, step: int, caught: list[int]) -> Result:
         config, here = self.config, self.here
-        progress = Progress(config.steps, step, config.batch_tokens, self.say, config.log_every)
-        validation: dict[str, LengthLoss] = {}
+        meter = Progress(config.steps, step, config.batch_tokens, self.progress, config.log_every)
+        validation: dict[str, LengthLoss] | None = None
         while step < config.steps:
             factor = config.learning_rate(step)
             loss = self._step(step, factor)
             step += 1
-            progress.show(step, loss, factor)
+            meter.show(step, loss, factor)
             record: dict[str, Any] = {"step": step, "loss": loss, "lr": factor * config.lr_matrices}
-            record["tokens_per_second"] = progress.rate
+            record["tokens_per_second"] = meter.rate
             last = step == config.steps
             began = time.monotonic()
-            if step % config.val_every == 0 or last:
-                validation = self._validate()
+            if self.lengths and (step % config.val_every == 0 or last):
+                validation = self._validate(step)
                 record["validation"] = {name: result.mean for name, result in validation.items()}
-            if here.first:
-                self.metrics.write(record)
+            here.on_first(self._record, record)
             stopping = here.any(bool(caught))
             if step % config.checkpoint_every == 0 or last or stopping:
                 self._save(step)
-            progress.pause(time.monotonic() - began)
+            meter.pause(time.monotonic() - began)
             if stopping and not last:
                 number = caught[0] if caught else signal.SIGTERM
-                self.say(f"stopped at step {step}; go on with: scaleinv train --resume {self.folder}")
+                self.progress(f"stopped at step {step}; to go on: scaleinv train --resume {self.folder}")
                 return Result(step, False, number, {})
-        if not validation:  # resumed after the last step
-            validation = self._validate()
-            if here.any(here.first and store.weights_step(self.folder) != step):
-                self._save(step)
+        if validation is None:  # resumed after the last step, or no lengths
+            validation = self._validate(step)
         return Result(step, True, None, validation)
 
     def _step(self, step: int, factor: float) -> float:
@@ -178,15 +220,12 @@ class _Run:
         inputs, targets = self.corpus.train.batch(
             step, config.sequences, length, rank=here.rank, world=here.size, order=config.order, seed=config.seed
         )
-        tokens = config.micro_tokens or (65_536 if here.device.type == "cuda" else 16_384)
-        parts = math.ceil(inputs.numel() / max(tokens, length))
         total = torch.zeros((), device=here.device)
-        pairs = list(zip(inputs.chunk(parts), targets.chunk(parts), strict=True))
-        for number, (x, y) in enumerate(pairs):
-            x, y = x.to(here.device, non_blocking=True), y.to(here.device, non_blocking=True)
+        parts = micro_batches(inputs, targets, device=here.device, tokens=config.micro_tokens)
+        for number, (x, y) in enumerate(parts):
             ids = document_ids(x, self.corpus.train.end_of_text) if config.document_masks else None
-            with accumulating(self.forward, last=number == len(pairs) - 1):
-                with self._precision():
+            with accumulating(self.forward, last=number == len(parts) - 1):
+                with precision(here.device):
                     loss = self.forward(x, y, document_ids=ids).sum() / inputs.numel()
                 loss.backward()
             total += loss.detach()
@@ -195,51 +234,54 @@ class _Run:
             raise Diverged(f"loss became {mean} at step {step + 1}: {self._last_good()}")
         if config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        set_rates(self.optimizers, factor)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optim.step(self.optimizers, factor)
         return mean
 
-    def _validate(self) -> dict[str, LengthLoss]:
+    def _validate(self, step: int) -> dict[str, LengthLoss]:
         results = {}
         for name, length in self.lengths.items():
-            with self._precision():
-                results[name] = loss_at_length(
-                    self.model,
-                    self.corpus.val,
-                    length,
-                    self.val_tokens // length * length,
-                    here=self.here,
-                    document_masks=self.config.document_masks,
-                )
-        self.say("validation " + "  ".join(f"{name} {result.mean:.4f}" for name, result in results.items()))
+            results[name] = loss_at_length(
+                self.model,
+                self.corpus.val,
+                length,
+                self.val_tokens // length * length,
+                here=self.here,
+                document_masks=self.config.document_masks,
+            )
+        means = {name: result.mean for name, result in results.items()}
+        if means:
+            self.progress("validation " + "  ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+        for name, mean in means.items():
+            if not math.isfinite(mean):
+                raise Diverged(f"validation loss at {name} became {mean} at step {step}: {self._last_good()}")
         return results
 
     def _save(self, step: int) -> None:
         self.tensors["rng"].copy_(torch.get_rng_state())
-        weights = {name.removeprefix("model."): x for name, x in self.tensors.items() if name.startswith("model.")}
-        weights = checkpoint.to_cpu(weights)
+        weights = self._weights()
         if self.here.any(not all(bool(torch.isfinite(x).all()) for x in weights.values())):
             raise Diverged(f"weights became NaN or infinite at step {step}: {self._last_good()}")
-        extra = {"corpus": self.corpus.sha256}
+        extra = {"corpus": self.corpus.sha256, "settings": self.config.fixed()}
         checkpoint.save(self.checkpoints, step, self.tensors, extra, self.config.keep)
-        if self.here.first:
-            try:
-                store.write_weights(self.folder, weights, step)
-            except OSError as error:
-                raise checkpoint.CheckpointError(f"weights could not be written to {self.folder}: {error}") from error
-        self.here.barrier()
+        self._write_weights(step, weights)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return checkpoint.to_cpu(optim.weights_of(self.tensors))
+
+    def _write_weights(self, step: int, weights: dict[str, Tensor]) -> None:
+        self.here.on_first(store.write_weights, self.folder, weights, step)
 
     def _last_good(self) -> str:
         if not any(self.checkpoints.glob("step-*")):
             return "there is no checkpoint yet; lower the learning rates"
         return f"the last good checkpoint is in {self.checkpoints}"
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        if self.here.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
-        return contextlib.nullcontext()
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Delete those folders that are empty, the innermost first."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 @contextlib.contextmanager

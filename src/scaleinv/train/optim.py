@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from scaleinv.train.config import TrainConfig
 from scaleinv.train.muon import Muon
 
+_MODEL = "model."  # before a weight's name, as "optimizer." is before a state's
+
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Muon and Adam over all of the GPT's parameters; each group keeps its peak rate as ``initial_lr``."""
@@ -33,11 +35,13 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
     return optimizers
 
 
-def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Every group's learning rate at ``factor`` of its peak."""
+def step(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """One step of all, with every learning rate at ``factor`` of its peak; then the gradients are gone."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def initialize_states(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -61,9 +65,19 @@ def state_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> 
     """Weights and optimiser states under plain names: the live tensors, for saving and for loading into."""
     initialize_states(optimizers)
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    tensors = as_states({name: tensor.detach() for name, tensor in model.state_dict().items()})
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 tensors[f"optimizer.{names[parameter]}.{key}"] = value
     return tensors
+
+
+def as_states(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A model's weights under the names that `state_tensors` gives them."""
+    return {_MODEL + name: tensor for name, tensor in weights.items()}
+
+
+def weights_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's weights among `state_tensors`, under the model's own names."""
+    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items() if name.startswith(_MODEL)}

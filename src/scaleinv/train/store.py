@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
-import os
 import platform
 import tempfile
 from pathlib import Path
@@ -15,10 +13,11 @@ import torch
 from torch import Tensor
 
 from scaleinv.data import ByteTokenizer, Corpus, Tokenizer, load_corpus, load_tokenizer
-from scaleinv.files import write_text
+from scaleinv.files import UnreadableFile, read_object, replacing, write_json
 from scaleinv.model import GPT
 from scaleinv.train import checkpoint
 from scaleinv.train.config import TrainConfig
+from scaleinv.train.optim import as_states
 from scaleinv.version import VERSION
 
 CONFIG = "config.json"
@@ -39,72 +38,129 @@ def write_config(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
         },
         "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},
     }
-    write_text(folder / CONFIG, json.dumps(values, indent=1, ensure_ascii=False))
+    write_json(folder / CONFIG, values)
 
 
 def read_config(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """A run's config, and the whole of its config.json."""
     path = Path(folder) / CONFIG
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run: there is no {CONFIG} in it")
+    values = read_object(path)
     try:
-        values = json.loads(path.read_text())
+        if not isinstance(values.get("corpus"), dict):
+            raise ValueError("corpus must be an object")
         return TrainConfig.from_json(values["train"]), values
-    except FileNotFoundError:
-        raise ValueError(f"{folder} holds no run: there is no {CONFIG} in it") from None
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a run's configuration: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnreadableFile(path, f"does not hold a run's settings ({type(error).__name__}: {error})") from error
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], step: int) -> None:
-    """model.safetensors after so many steps, whole or not at all."""
+    """model.safetensors after so many steps, whole or not at all, with a hash of its tensors."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    temporary = folder / f".{WEIGHTS}.partial"
-    save_file(weights, temporary, metadata={"format": "pt", "step": str(step)})
-    os.replace(temporary, folder / WEIGHTS)
+    metadata = {"format": "pt", "step": str(step), "sha256": tensor_hash(weights)}
+    try:
+        with replacing(folder / WEIGHTS) as temporary:
+            save_file(weights, temporary, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        reason = str(error).strip() or type(error).__name__
+        raise checkpoint.CheckpointError(f"weights could not be written to {folder / WEIGHTS}: {reason}") from error
+
+
+def read_weights(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a run's model.safetensors, on the CPU, and its metadata, with their hash as "sha256".
+
+    Raises ValueError that names the file where it is missing, damaged, or its tensors do not have their hash. Files
+    from before there was a hash are taken as they are.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(folder) / WEIGHTS
+    if not path.exists():
+        raise UnreadableFile(path, "is missing", f"`scaleinv train --resume {folder}` writes it")
+    advice = f"`scaleinv train --resume {folder}` writes it anew from the last checkpoint"
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = dict(file.metadata() or {})
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UnreadableFile(path, f"is damaged ({error})", advice) from error
+    digest = tensor_hash(weights)
+    if metadata.setdefault("sha256", digest) != digest:
+        raise UnreadableFile(path, "is damaged (its tensors do not have the hash they were written with)", advice)
+    return weights, metadata
+
+
+def tensor_hash(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes of tensors, whatever their order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def weights_step(folder: Path) -> int | None:
-    """The step that model.safetensors is of; None where there is none, or it does not say."""
-    from safetensors import safe_open
-
-    if not (folder / WEIGHTS).exists():
+    """The step that model.safetensors is of; None where it is missing or damaged, or does not say."""
+    try:
+        return _weights(Path(folder))[0]
+    except ValueError:
         return None
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        step = (file.metadata() or {}).get("step")
-    return None if step is None else int(step)
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of model.safetensors."""
+    """The `tensor_hash` of a run's newest weights: the same for the same weights, however they were written."""
+    return _weights(Path(folder))[1]
+
+
+def _weights(folder: Path) -> tuple[int | None, str]:
+    """Step and hash of the newest weights, read once for each state of the file."""
     path = folder / WEIGHTS
-    stat = path.stat()
-    return _digest(path, stat.st_mtime_ns, stat.st_size)
+    stat = path.stat() if path.exists() else None
+    return _read_state(folder, *((stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat else (0, 0, 0)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _digest(path: Path, changed: int, size: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _read_state(folder: Path, inode: int, changed: int, size: int) -> tuple[int | None, str]:
+    _, metadata = read_weights(folder)
+    step = metadata.get("step", "")
+    return int(step) if step.isdigit() else None, metadata["sha256"]
 
 
 def load_model(
     folder: Path | str, device: str | torch.device = "cpu", step: int | None = None
 ) -> tuple[GPT, TrainConfig]:
     """A run's model in evaluation mode: with its newest exported weights, or those of the checkpoint of a step."""
-    from safetensors.torch import load_file
-
     folder = Path(folder)
     config, _ = read_config(folder)
+    model = GPT(config.model)
     if step is not None:
         path = checkpoint.of_step(folder / CHECKPOINTS, step)
-        model = GPT(config.model)
-        checkpoint.load(path, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
-        return model.to(device).eval(), config
-    path = folder / WEIGHTS
-    if not path.exists():
-        raise ValueError(f"{folder} has no {WEIGHTS} yet: train it first (scaleinv train --resume {folder})")
-    model = GPT(config.model)
-    model.load_state_dict(load_file(path))
+        checkpoint.load(path, as_states(model.state_dict()))
+    else:
+        weights, _ = read_weights(folder)
+        _check_fit(folder, weights, model.state_dict())
+        model.load_state_dict(weights)
     return model.to(device).eval(), config
+
+
+def _check_fit(folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """ValueError if weights are not those of the model that config.json describes."""
+    path = folder / WEIGHTS
+    for name in sorted(expected.keys() | weights.keys()):
+        found, wanted = (list(x[name].shape) if name in x else "no tensor" for x in (weights, expected))
+        if found != wanted:
+            raise UnreadableFile(path, f"does not fit {CONFIG}: {name} has shape {found}, and {wanted} is needed")
+
+
+def write_run(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
+    """What a run begins with: config.json and tokenizer/."""
+    write_config(folder, config, corpus)
+    (folder / TOKENIZER).mkdir(exist_ok=True)
+    corpus.tokenizer.save(folder / TOKENIZER)
 
 
 def run_tokenizer(folder: Path | str) -> Tokenizer:

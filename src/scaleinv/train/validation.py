@@ -12,6 +12,7 @@ from torch import nn
 
 from scaleinv.data import TokenData, document_ids
 from scaleinv.train.distributed import World
+from scaleinv.train.passes import precision
 
 WINDOW_TOKENS = 16_384
 """Tokens in one forward pass, unless a single window is longer."""
@@ -47,6 +48,19 @@ def usable_tokens(total: int, wanted: int, lengths: list[int]) -> int:
         )
     step = math.lcm(*lengths)
     return most // step * step or most // longest * longest
+
+
+def fitting(lengths: dict[str, int], total: int, wanted: int) -> dict[str, int]:
+    """The lengths of which ``wanted`` of ``total`` tokens hold a window and its last target; ValueError for none."""
+    most = min(wanted, total - 1)
+    found = {label: length for label, length in lengths.items() if length <= most}
+    if lengths and not found:
+        shortest = min(lengths.values())
+        raise ValueError(
+            f"validation at length {shortest} needs val_tokens of at least {shortest} and {shortest + 1} tokens in "
+            f"the validation split, got {wanted} and {total}"
+        )
+    return found
 
 
 @torch.no_grad()
@@ -89,7 +103,8 @@ def loss_at_length(
         counted = len(pairs)
         inputs, targets = (torch.stack(x).to(here.device) for x in zip(*(pairs or idle), strict=True))
         ids = document_ids(inputs, data.end_of_text) if document_masks else None
-        losses = model(inputs, targets, document_ids=ids)[:counted].to(torch.float64)
+        with precision(here.device):
+            losses = model(inputs, targets, document_ids=ids)[:counted].to(torch.float64)
         means[start : start + counted] = losses.mean(dim=1)
         places += losses.sum(dim=0)
         if progress is not None:
