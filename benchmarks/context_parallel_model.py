@@ -1,0 +1,148 @@
+"""Context parallelism on paper: compute and transfer times of ring, all-gather and head exchange (Ulysses).
+
+A model, not a measurement: nothing here ran on a GPU. FLOPs and bytes are counted from the shapes and from the plan that
+`scaleinv.distributed` follows; speeds are the inputs below, from the makers' data sheets. Run it to print the table of
+docs/context-parallel.md:
+
+    python benchmarks/context_parallel_model.py
+    python benchmarks/context_parallel_model.py --gpu h100 --heads 32 --kv-heads 8 --lengths 131072,1048576
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from scaleinv.distributed.layout import Split
+from scaleinv.distributed.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """A GPU and its links; bytes per second are for one direction."""
+
+    flops: float
+    """Dense bfloat16 peak."""
+    nvlink: float
+    network: float
+    """Per GPU, between nodes."""
+    node: int = 8
+
+
+GPUS = {
+    "a100": GPU(flops=312e12, nvlink=300e9, network=25e9),  # NVLink 3, HDR InfiniBand
+    "h100": GPU(flops=989e12, nvlink=450e9, network=50e9),  # NVLink 4, NDR InfiniBand
+}
+
+EFFICIENCY = 0.5
+"""Share of the peak that an attention kernel reaches: about what flash attention reports."""
+
+LINK = 0.8
+"""Share of a link's speed that messages of megabytes reach."""
+
+FORWARD, BACKWARD = 1.0, 2.5
+"""Matrix products of the backward against the forward: five against two."""
+
+BF16, FP32 = 2, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def flops(self) -> float:
+        """Of causal attention's forward over the whole sequence: two products over half of the pairs."""
+        return 2 * 2 * self.head_dim * self.heads * self.length * (self.length + 1) / 2
+
+    def kv(self, tokens: float) -> float:
+        """Elements of the keys and values of so many tokens."""
+        return 2 * tokens * self.kv_heads * self.head_dim
+
+
+def speed(gpu: GPU, ranks: int) -> float:
+    """Bytes a second between neighbours: the slowest link of the ring."""
+    return LINK * (gpu.nvlink if ranks <= gpu.node else gpu.network)
+
+
+def received(shape: Shape, ranks: int, rank: int) -> list[float]:
+    """Tokens that a rank receives in each step of the ring, by the plan."""
+    plan = Plan(Split(shape.length, ranks, "zigzag"), causal=True, window=None)
+    return [
+        float(sum(segment.length for segment in plan.needed(rank, (rank - step) % ranks))) for step in range(1, ranks)
+    ]
+
+
+def ring(shape: Shape, gpu: GPU, ranks: int) -> float:
+    """Seconds of forward and backward: each step takes the longer of its computation and its messages."""
+    step = shape.flops() / ranks / ranks / (EFFICIENCY * gpu.flops)
+    total = (FORWARD + BACKWARD) * step  # the rank's own block, with nothing to wait for
+    for tokens in received(shape, ranks, rank=ranks // 2):
+        elements = shape.kv(tokens)
+        forward = elements * BF16 / speed(gpu, ranks)
+        backward = elements * (BF16 + FP32) / speed(gpu, ranks)  # keys again, and their gradients home
+        total += max(FORWARD * step, forward) + max(BACKWARD * step, backward)
+    return total
+
+
+def all_gather(shape: Shape, gpu: GPU, ranks: int) -> float:
+    """Seconds if all keys come first, and gradients are reduced last: nothing is hidden."""
+    compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
+    elements = shape.kv(shape.length * (ranks - 1) / ranks)
+    return compute + elements * (BF16 + BF16 + FP32) / speed(gpu, ranks)
+
+
+def exchange(shape: Shape, gpu: GPU, ranks: int) -> float | None:
+    """Seconds if heads are exchanged for tokens (Ulysses); None where there are fewer key heads than ranks."""
+    if ranks > shape.kv_heads:
+        return None
+    compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
+    tokens = shape.length / ranks * (ranks - 1) / ranks
+    elements = tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim  # q, k, v there, out back
+    return compute + elements * (BF16 + BF16) / speed(gpu, ranks)  # forward, and as much in the backward
+
+
+def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int, kv_heads: int, head_dim: int) -> str:
+    gpu = GPUS[gpu_name]
+    lines = [
+        f"{gpu_name}: {heads} heads, {kv_heads} key heads, head dim {head_dim}, one layer, forward and backward",
+        f"{'tokens':>10}{'GPUs':>6}{'compute':>11}{'ring':>11}{'all-gather':>12}{'heads':>11}"
+        f"{'ring/compute':>14}{'gathered MB':>13}  best",
+    ]
+    for length in lengths:
+        for ranks in rank_counts:
+            shape = Shape(length, heads, kv_heads, head_dim)
+            compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
+            times = {
+                "ring": ring(shape, gpu, ranks),
+                "all-gather": all_gather(shape, gpu, ranks),
+                "heads": exchange(shape, gpu, ranks),
+            }
+            best = min((time, name) for name, time in times.items() if time is not None)[1]
+            cells = [f"{1e3 * time:.2f} ms" if time is not None else "–" for time in (compute, *times.values())]
+            lines.append(
+                f"{length:>10,}{ranks:>6}{cells[0]:>11}{cells[1]:>11}{cells[2]:>12}{cells[3]:>11}"
+                f"{times['ring'] / compute:>14.2f}{shape.kv(length) * BF16 / 2**20:>13,.0f}  {best}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=(*GPUS, "all"), default="all")
+    parser.add_argument("--lengths", default="131072,524288,1048576,4194304")
+    parser.add_argument("--ranks", default="8,16,64,256,512")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    options = parser.parse_args()
+    lengths, ranks = ([int(word) for word in text.split(",")] for text in (options.lengths, options.ranks))
+    for name in GPUS if options.gpu == "all" else [options.gpu]:
+        print(table(name, lengths, ranks, options.heads, options.kv_heads, options.head_dim))
+        print()
+
+
+if __name__ == "__main__":
+    main()

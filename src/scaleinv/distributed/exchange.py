@@ -1,0 +1,122 @@
+"""Messages between the ranks of a ring, in flight while the caller computes."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What this rank sent, and how long it waited for others."""
+
+    messages: int = 0
+    bytes: int = 0
+    waited: float = 0.0
+    """Seconds spent waiting for messages: what computation did not hide. On a GPU the wait is the stream's, not ours."""
+
+
+_traffic: contextvars.ContextVar[Traffic | None] = contextvars.ContextVar("traffic", default=None)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count the messages that attention sends inside, forward and backward.
+
+    >>> with counted() as traffic:
+    ...     pass
+    >>> traffic.messages
+    0
+    """
+    traffic = Traffic()
+    token = _traffic.set(traffic)
+    try:
+        yield traffic
+    finally:
+        _traffic.reset(token)
+
+
+class Exchange:
+    """Sends to one rank and receives from another; `wait` returns what came. Made by every rank at the same moment."""
+
+    def __init__(self, mesh: DeviceMesh, tag: int, traffic: Traffic | None = None) -> None:
+        self.mesh, self.tag = mesh, tag
+        self.traffic = traffic
+        self.operations: list[dist.P2POp] = []
+        self.requests: list[dist.Work] = []
+        self.received: Tensor | None = None
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Add a message to rank ``to`` of the mesh."""
+        self.operations.append(
+            dist.P2POp(dist.isend, x, group=self.mesh.get_group(), group_peer=to, tag=self.tag)
+        )
+        if self.traffic is not None:
+            self.traffic.messages += 1
+            self.traffic.bytes += x.numel() * x.element_size()
+
+    def receive(self, like: Tensor, elements: int, source: int) -> None:
+        """Add a message of so many elements from rank ``source``, with the dtype and device of ``like``."""
+        self.received = like.new_empty(elements)
+        self.operations.append(
+            dist.P2POp(dist.irecv, self.received, group=self.mesh.get_group(), group_peer=source, tag=self.tag)
+        )
+
+    def start(self) -> Exchange:
+        """Put the messages on their way."""
+        if self.operations:
+            with _explained(self.mesh):
+                self.requests = dist.batch_isend_irecv(self.operations)
+        return self
+
+    def wait(self) -> Tensor | None:
+        """Wait until all is sent and received; the received message, flat."""
+        began = time.monotonic()
+        with _explained(self.mesh):
+            for request in self.requests:
+                request.wait()
+        if self.traffic is not None:
+            self.traffic.waited += time.monotonic() - began
+        self.operations, self.requests = [], []
+        return self.received
+
+
+def current_traffic() -> Traffic | None:
+    """The counter of the innermost `counted`, or None."""
+    return _traffic.get()
+
+
+def check_agreement(mesh: DeviceMesh, values: dict[str, int], device: torch.device) -> None:
+    """ValueError on every rank, naming what differs, unless all ranks of the mesh call with the same values."""
+    if mesh.size() == 1:
+        return
+    own = torch.tensor(list(values.values()), dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(own) for _ in range(mesh.size())]
+    with _explained(mesh):
+        dist.all_gather(everyone, own, group=mesh.get_group())
+    table = torch.stack(everyone).cpu()
+    for column, name in enumerate(values):
+        found = table[:, column].tolist()
+        if len(set(found)) > 1:
+            raise ValueError(f"{name} must be the same on every rank of the mesh, got {found} on ranks 0, 1, …")
+
+
+@contextlib.contextmanager
+def _explained(mesh: DeviceMesh) -> Iterator[None]:
+    """What the network library raises, as one line that says what happened."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise RuntimeError(
+            f"rank {mesh.get_local_rank()} of the context mesh lost another rank: it died, stopped or called something "
+            f"else ({reason})"
+        ) from error
