@@ -44,9 +44,7 @@ def rank_main(rank: int, ranks: int, tokens: int, layout: str, port: int, result
     distributed.attention(*small, logits, mesh=mesh, layout=layout).sum().backward()  # builds and loads the kernel
     before = peak()
     part = tokens // ranks
-    query, key, value = (
-        torch.randn(1, heads, part, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    query, key, value = (torch.randn(1, heads, part, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     dist.barrier()
     began = time.perf_counter()
     with distributed.counted() as traffic:
@@ -88,7 +86,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/bench/context-parallel.csv"))
     options = parser.parse_args()
     print(f"{HEADS} heads, {KV_HEADS} key heads, head dim {DIM}, float32, forward and backward, {os.cpu_count()} cores")
-    print(f"{'layout':>12}{'ranks':>6}{'memory of a rank':>18}{'work, most/least':>18}{'sent by a rank':>16}{'waiting':>9}")
+    columns = {"layout": 12, "ranks": 6, "memory of a rank": 18, "work, most/least": 18, "sent by a rank": 16}
+    print("".join(f"{name:>{width}}" for name, width in columns.items()) + f"{'waiting':>9}")
     rows = []
     for layout in options.layouts.split(","):
         for ranks in map(int, options.ranks.split(",")):

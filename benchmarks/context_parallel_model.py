@@ -1,8 +1,8 @@
 """Context parallelism on paper: compute and transfer times of ring, all-gather and head exchange (Ulysses).
 
-A model, not a measurement: nothing here ran on a GPU. FLOPs and bytes are counted from the shapes and from the plan that
-`scaleinv.distributed` follows; speeds are the inputs below, from the makers' data sheets. Run it to print the table of
-docs/context-parallel.md:
+A model, not a measurement: nothing here ran on a GPU. FLOPs and bytes are counted from the shapes and from the plan
+that `scaleinv.distributed` follows. Speeds are the inputs below, from the makers' data sheets. Run it to print the
+table of docs/context-parallel.md:
 
     python benchmarks/context_parallel_model.py
     python benchmarks/context_parallel_model.py --gpu h100 --heads 32 --kv-heads 8 --lengths 131072,1048576

@@ -1,6 +1,6 @@
 """One rank of the ring tests: runs every case, and saves what it found for the parent to judge.
 
-    python ring_worker.py RANK RANKS FOLDER
+python ring_worker.py RANK RANKS FOLDER
 """
 
 import dataclasses
@@ -50,6 +50,7 @@ def cases(ranks: int) -> list[RingCase]:
     return [RingCase(case, layout) for case in found for layout in LAYOUTS]
 
 
+DTYPES = (torch.float32, torch.float64)
 TRANSFORMS = ("plain", "scale-invariant", "learnable", "logn-visible", "logn-context", "alibi", "table")
 
 
@@ -95,10 +96,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))["cp"]
-    results = {
-        str(case): {name: run(case, mesh, dtype) for name, dtype in (("single", torch.float32), ("double", torch.float64))}
-        for case in cases(ranks)
-    }
+    results = {str(case): {dtype: run(case, mesh, dtype) for dtype in DTYPES} for case in cases(ranks)}
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

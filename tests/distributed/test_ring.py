@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_cases import assert_as_accurate, assert_equal_to_rounding
 from attention_cases import run as run_alone
-from ring_worker import RingCase, cases
+from ring_worker import DTYPES, RingCase, cases
 
 from scaleinv.distributed.layout import Split
 from scaleinv.distributed.plan import Plan
@@ -48,7 +48,26 @@ def test_ranks_together_equal_one_process(ranks: int, case: RingCase, results: d
     alone = run_alone(case.case, "reference", torch.float32)
     for rank in range(ranks):
         got = results[ranks][rank][str(case)]
-        double, single = ({name: x for name, x in got[kind].items() if name != "traffic"} for kind in got)
-        single, double = double, single
+        single, double = ({name: x for name, x in got[dtype].items() if name != "traffic"} for dtype in DTYPES)
         assert_equal_to_rounding(double, exact)
         assert_as_accurate(single, alone, exact)
+
+
+@pytest.mark.parametrize(("ranks", "case"), EVERY, ids=[f"{ranks}-{case}" for ranks, case in EVERY])
+def test_only_what_is_needed_is_sent(ranks: int, case: RingCase, results: dict[int, list[dict]]) -> None:
+    call = case.case
+    plan = Plan(Split(call.queries, ranks, case.layout), call.causal, call.window, *call.masks().values())
+    each = 4 * call.batch * (call.kv_heads or call.heads) * (call.dim + (call.value_dim or call.dim))
+    for rank in range(ranks):
+        others = [other for other in range(ranks) if other != rank]
+        out = [sum(s.length for s in plan.needed(other, rank)) for other in others]  # keys and values, twice
+        back = [sum(s.length for s in plan.needed(rank, other)) for other in others]  # gradients, in float32 too
+        messages = 2 * sum(map(bool, out)) + sum(map(bool, back))
+        sent = results[ranks][rank][str(case)][torch.float32]["traffic"].tolist()
+        assert sent == [messages, each * (2 * sum(out) + sum(back))]
+
+
+def test_a_window_in_contiguous_parts_reaches_the_neighbour_alone(results: dict[int, list[dict]]) -> None:
+    (case,) = [x for x in cases(4) if x.layout == "contiguous" and x.case.window == 5 and x.case.causal]
+    messages = [results[4][rank][str(case)][torch.float32]["traffic"][0].item() for rank in range(4)]
+    assert messages == [2, 3, 3, 1]  # keys to the next rank twice, gradients to the one before once

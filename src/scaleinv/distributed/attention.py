@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,7 +15,7 @@ from scaleinv.distributed.plan import Plan
 from scaleinv.distributed.ring import Ring, RingAttention
 from scaleinv.logits import LogitTransform
 from scaleinv.ops import registry
-from scaleinv.ops.call import Call, checked
+from scaleinv.ops.call import _DTYPES, Call, _query_gain, checked
 from scaleinv.ops.masks import Geometry
 from scaleinv.ops.operator import ENGINES
 
@@ -124,9 +123,10 @@ def attention(
 def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None, layout: str) -> None:
     """ValueError on every rank unless all of them ask for the same thing."""
     if call.query.shape[2] != call.key.shape[2]:
-        raise ValueError(f"query and key must hold the same positions, got {call.query.shape[2]} and {call.key.shape[2]}")
-    shapes = {f"{name}'s shape": x.shape for name, x in (("query", call.query), ("key", call.key), ("value", call.value))}
-    values = {f"dimension {i} of {name}": size for name, shape in shapes.items() for i, size in enumerate(shape)}
+        sizes = f"{call.query.shape[2]} and {call.key.shape[2]}"
+        raise ValueError(f"query and key must hold the same positions, got {sizes} of them")
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    values = {f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)}
     values |= {
         "query's dtype": _DTYPES.index(call.query.dtype),
         "causal": int(causal),
@@ -152,7 +152,8 @@ def _engine(backend: str, call: Call) -> str:
 
 def _with_gain(call: Call, plan: Plan, whole: Geometry, rank: int) -> Tensor:
     """The query times LogN's factor, which counts the keys of the whole sequence."""
-    gain = query_gain(call.logits, whole, plan.document_ids, plan.key_mask, call.device)
+    spread = dataclasses.replace(call, geometry=whole, document_ids=plan.document_ids, key_mask=plan.key_mask)
+    gain = _query_gain(spread)
     if gain is None:
         return call.query
     return call.query.to(gain.dtype) * plan.split.take(gain, rank, dim=2)[..., None]

@@ -1,8 +1,8 @@
 """`shard` and `gather`: a whole tensor to a rank's part of it, and back. Both are differentiable.
 
 A whole tensor is *replicated*: every rank holds the same values and goes on to compute the same thing with it. So the
-gradient of `shard` is gathered from all ranks, and the gradient of `gather` is this rank's part of what came back. These
-are the rules of torch's DTensor.
+gradient of `shard` is gathered from all ranks, and the gradient of `gather` is this rank's part of what came back.
+These are the rules of torch's DTensor.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
     waited: float = 0.0
-    """Seconds spent waiting for messages: what computation did not hide. On a GPU the wait is the stream's, not ours."""
+    """Seconds spent waiting for messages, which computation did not hide. (On a GPU the stream waits, not we.)"""
 
 
 _traffic: contextvars.ContextVar[Traffic | None] = contextvars.ContextVar("traffic", default=None)
@@ -56,9 +56,7 @@ class Exchange:
 
     def send(self, x: Tensor, to: int) -> None:
         """Add a message to rank ``to`` of the mesh."""
-        self.operations.append(
-            dist.P2POp(dist.isend, x, group=self.mesh.get_group(), group_peer=to, tag=self.tag)
-        )
+        self.operations.append(dist.P2POp(dist.isend, x, group=self.mesh.get_group(), group_peer=to, tag=self.tag))
         if self.traffic is not None:
             self.traffic.messages += 1
             self.traffic.bytes += x.numel() * x.element_size()

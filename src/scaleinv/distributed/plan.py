@@ -73,7 +73,7 @@ class Plan:
 
 def _visible_pairs(geometry: Geometry) -> int:
     """Pairs at a visible distance, in closed form: distance t occurs on a diagonal of the block."""
-    low, high = max(geometry.first, geometry.nearest), min(geometry.last, geometry.farthest)
+    low, high = max(geometry.first, geometry.min_distance), min(geometry.last, geometry.max_distance)
     if low > high:
         return 0
     return _diagonals(geometry, high) - _diagonals(geometry, low - 1)

@@ -208,9 +208,7 @@ def _receive(
         exchange.receive(key.new_empty(0, dtype=dtype), each * sum(segment.length for segment in segments), source)
 
 
-def _unpacked(
-    message: Tensor | None, segments: tuple[Segment, ...], key: Tensor, value: Tensor
-) -> dict[Segment, Pair]:
+def _unpacked(message: Tensor | None, segments: tuple[Segment, ...], key: Tensor, value: Tensor) -> dict[Segment, Pair]:
     """The keys and values of a flat message by segment: views of it."""
     found: dict[Segment, Pair] = {}
     if message is None:

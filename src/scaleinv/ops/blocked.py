@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scaleinv.ops import operator
 from scaleinv.ops.call import Call, DiagonalCall
-from scaleinv.ops.masks import Geometry, query_documents
+from scaleinv.ops.masks import Geometry
 
 BLOCK = 128
 """Queries in a block: the fastest of 64, 128, 256 on a CPU with 512 KiB of L2."""
@@ -74,9 +74,9 @@ def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, t
         grad_key[:, :, keys] += _transposed_times(grad_scores, block_q)
     grad_query *= call.scale
     return operator.Gradients(
-        grad_query.to(call.query.dtype),
-        grad_key.to(call.key.dtype),
-        grad_value.to(call.value.dtype),
+        grad_query,
+        grad_key,
+        grad_value,
         *operator.table_gradients(call, diagonals if table_grads else None),
     )
 
@@ -150,8 +150,8 @@ def _tables(call: DiagonalCall, rows: slice, keys: slice) -> tuple[Tensor, Tenso
 
 def _hide(logits: Tensor, call: DiagonalCall, rows: slice, keys: slice) -> None:
     """-inf, in place, where documents differ or the key is masked."""
-    if call.document_ids is not None:
-        own = query_documents(call.document_ids, call.geometry.offset, call.geometry.queries)[:, rows].flip(1)
+    if call.document_ids is not None and call.query_documents is not None:
+        own = call.query_documents[:, rows].flip(1)
         other = own[:, :, None] != call.document_ids[:, None, keys]  # [B, rows, keys]
         logits.masked_fill_(other[:, None, None], -torch.inf)
     if call.key_mask is not None:

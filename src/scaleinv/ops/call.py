@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from scaleinv.logits import LogitTransform, ScaleInvariant
-from scaleinv.ops.masks import Geometry, visible_counts
+from scaleinv.ops.masks import Geometry, query_documents, visible_counts
 from scaleinv.ops.precision import autocast
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -110,6 +110,15 @@ class DiagonalCall:
     key_mask: Tensor | None
     scale: float
     geometry: Geometry
+    query_ids: Tensor | None = None
+    """Documents of the queries ``[B, Nq]`` where they do not stand among these keys; None where they do."""
+
+    @property
+    def query_documents(self) -> Tensor | None:
+        """The document of each query, ``[B, Nq]``; None where there is one document."""
+        if self.query_ids is not None or self.document_ids is None:
+            return self.query_ids
+        return query_documents(self.document_ids, self.geometry.offset, self.geometry.queries)
 
     @property
     def compute_dtype(self) -> torch.dtype:

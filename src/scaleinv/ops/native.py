@@ -157,9 +157,9 @@ def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, t
     grad_query = (grad_query.sum(0) if chunks > 1 else grad_query[0])[:, :, :queries, :dim]
     diagonals = None if grad_table is None else grad_table.sum((0, 1)).transpose(0, 1)  # [2, H, Nq + Nk - 1]
     return operator.Gradients(
-        grad_query.to(call.query.dtype).contiguous(),
-        grad_key.to(call.key.dtype),
-        grad_value.to(call.value.dtype),
+        grad_query.contiguous(),
+        grad_key,
+        grad_value,
         *operator.table_gradients(call, diagonals),
     )
 
@@ -233,8 +233,7 @@ def _segments(call: DiagonalCall) -> tuple[Tensor, Tensor] | None:
     """Documents of queries and keys as small non-negative int32, -1 for a key that is masked or out of every reach."""
     geometry, key_mask = call.geometry, call.key_mask
     if call.document_ids is not None:
-        keys = torch.unique(call.document_ids, return_inverse=True)[1]
-        queries = query_documents(keys, geometry.offset, geometry.queries)
+        queries, keys = _numbered(call)
     elif key_mask is not None:
         keys = key_mask.new_zeros(key_mask.shape, dtype=torch.int32)
         queries = keys.new_zeros(keys.shape[0], geometry.queries)
@@ -246,6 +245,17 @@ def _segments(call: DiagonalCall) -> tuple[Tensor, Tensor] | None:
     if low > 0 or high < geometry.keys:
         keys = F.pad(keys[:, low:high], (low, geometry.keys - high), value=-1)
     return queries.to(torch.int32).contiguous(), keys.to(torch.int32).contiguous()
+
+
+def _numbered(call: DiagonalCall) -> tuple[Tensor, Tensor]:
+    """Documents of queries and keys, numbered from 0."""
+    assert call.document_ids is not None
+    if call.query_ids is None:
+        keys = torch.unique(call.document_ids, return_inverse=True)[1]
+        return query_documents(keys, call.geometry.offset, call.geometry.queries), keys
+    both = torch.unique(torch.cat([call.query_ids, call.document_ids], 1), return_inverse=True)[1]
+    queries, keys = both.split([call.geometry.queries, call.geometry.keys], dim=1)
+    return queries, keys
 
 
 def _built(compiler: list[str]) -> Path:

@@ -24,7 +24,10 @@ from scaleinv.ops.precision import no_autocast
 
 
 class Gradients(NamedTuple):
-    """Gradients of a call's tensors, in their dtypes and shapes; those of the tables are empty unless asked for."""
+    """Gradients of a call's tensors, in their shapes; those of the tables are empty unless asked for.
+
+    An engine gives them in ``call.compute_dtype``, so that parts add up without a loss.
+    """
 
     query: Tensor
     key: Tensor
@@ -230,7 +233,11 @@ def blocked_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`block_backward` of a flattened call that is whole."""
     flat = _Flat(query, key, value, gain, shift, document_ids, key_mask, scale, offset, min_distance, max_distance)
-    return block_backward(engine, flat.call(), grad_out, lse, row_delta(grad_out, grad_lse, out, lse), table_grads)
+    delta = row_delta(grad_out, grad_lse, out, lse)
+    grads = block_backward(engine, flat.call(), grad_out, lse, delta, table_grads)
+    return grads._replace(
+        query=grads.query.to(query.dtype), key=grads.key.to(key.dtype), value=grads.value.to(value.dtype)
+    )
 
 
 @blocked_backward.register_fake

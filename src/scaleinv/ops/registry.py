@@ -11,6 +11,7 @@ To add one, write its file and add its line to `BACKENDS`. The shared cases of t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from typing import Protocol
 
 from torch import Tensor
@@ -58,13 +59,19 @@ NAMES = tuple(
 """What the argument ``backend`` of `scaleinv.attention` takes."""
 
 
-def choose(name: str, call: Call) -> Backend:
-    """The first backend that answers to ``name`` and can serve the call; ValueError with the reason if none can."""
+def choose(name: str, call: Call, among: Container[str] | None = None) -> Backend:
+    """The first backend that answers to ``name`` and can serve the call; ValueError with the reason if none can.
+
+    ``among`` leaves out backends of other names: not all can compute one block of a longer sequence.
+    """
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
     obstacles = []
     for backend in BACKENDS:
         if backend.answers_to(name, call.device.type):
+            if among is not None and backend.name not in among:
+                obstacles.append(f"{backend.name} cannot take part of a sequence")
+                continue
             obstacle = backend.module.obstacle(call)
             if obstacle is None:
                 return backend
