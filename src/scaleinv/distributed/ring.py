@@ -147,7 +147,7 @@ class RingAttention(torch.autograd.Function):
         home = ring.local(grad_key, grad_value)  # views: what arrives is added in place
         returning: tuple[int, Exchange] | None = None
         for step, visiting in ring.visits(key, value):
-            grads = home if step == 0 else {s: tuple(_zeros(x) for x in pair) for s, pair in visiting.items()}
+            grads = home if step == 0 else {s: (_zeros(k), _zeros(v)) for s, (k, v) in visiting.items()}
             for segment, rows, diagonals, call in ring.calls(query, visiting, gain, shift):
                 found = block_backward(
                     ring.engine, call, grad_out[:, :, rows], lse[:, :, rows], delta[:, :, rows], table_grads
