@@ -50,6 +50,18 @@ class TestTables:
         for length in (1, 40, 7, 33):
             assert equal(tables(logits, length), [x[:, :length] for x in long])
 
+    @every_transform
+    @pytest.mark.parametrize("kept", [None, 4], ids=["cached", "computed"])
+    def test_a_range_is_part_of_the_table(self, name, kept, monkeypatch):
+        logits = MAKE[name]()
+        long = tables(logits)
+        if kept is not None:
+            monkeypatch.setattr(type(logits), "KEPT", kept, raising=False)
+            logits = copy.deepcopy(logits)  # without its cache
+        for start, stop in ((0, 3), (5, 6), (7, 40), (9, 9)):
+            got = logits.table_range(start, stop, dtype=torch.float64, device=CPU)
+            assert equal([x.detach() for x in got], [x[:, start:stop] for x in long])
+
     def test_scale_invariant_is_the_schedule(self):
         t = torch.arange(40)
         want = schedule.coefficients(t, 3.0, 1.2, 0.9)
@@ -166,15 +178,15 @@ class TestModule:
 
 
 class TestLogN:
-    def test_query_scale(self):
+    def test_query_gain(self):
         logits = scaleinv.LogN(2, scale=0.5)
-        c = logits.query_scale(torch.tensor([[0, 1, 10, 70_000]]))
+        c = logits.query_gain(torch.tensor([[0, 1, 10, 70_000]]))
         assert c.shape == (1, 2, 4)
         torch.testing.assert_close(c[0, 0], torch.tensor([0, 0, 0.5 * math.log(10), 0.5 * math.log(70_000)]).to(c))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_a_cast_rounds_the_parameter_but_not_the_count(self, dtype):
-        c = scaleinv.LogN(1, scale=0.5).to(dtype).query_scale(torch.tensor([[70_001]]))
+        c = scaleinv.LogN(1, scale=0.5).to(dtype).query_gain(torch.tensor([[70_001]]))
         assert c.item() == pytest.approx(0.5 * math.log(70_001), rel=1e-6)
 
 
@@ -229,7 +241,7 @@ class TestErrors:
         [
             ("heads", {"heads": 0}),
             ("scale", {"heads": 1, "scale": math.nan}),
-            ("length", {"heads": 1, "length": "all"}),
+            ("counts", {"heads": 1, "counts": "all"}),
         ],
         ids=str,
     )
@@ -267,6 +279,6 @@ class TestErrors:
         logits = scaleinv.LogitTransform()
         with pytest.raises(NotImplementedError):
             logits.tables(1, dtype=torch.float32, device=CPU)
-        logits.length = "visible"
-        with pytest.raises(NotImplementedError, match="query_scale"):
-            logits.query_scale(torch.ones(1, 1))
+        logits.counts = "visible"
+        with pytest.raises(NotImplementedError, match="query_gain"):
+            logits.query_gain(torch.ones(1, 1))

@@ -1,5 +1,7 @@
 """The rows of the paper by name."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -137,3 +139,17 @@ def test_a_hopeless_name_gives_them_all():
 def test_bad_arguments(argument, name, given):
     with pytest.raises(ValueError, match=argument):
         get(name, **given)
+
+
+@pytest.mark.parametrize("field", ["rotary", "logits", "stretch"])
+def test_a_row_of_unknown_parts_raises(field, monkeypatch):
+    broken = dataclasses.replace(methods.ROWS["yarn"], **{field: "typo"})
+    monkeypatch.setitem(methods.ROWS, "broken", broken)
+    with pytest.raises(ValueError, match=rf"'broken' has {field}='typo'.*one of"):
+        get("broken")
+
+
+def test_an_unknown_stretch_raises_where_it_would_act():
+    method = dataclasses.replace(get("yarn"), stretch="typo")
+    with pytest.raises(ValueError, match="stretch='typo'"):
+        method.rotary_for(8192)

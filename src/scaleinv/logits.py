@@ -4,14 +4,14 @@ Each is affine in the score, with coefficients that depend on the distance t, th
 
     L = a_h(t) · (c_h(i) · S) + m_h(t)        S = q·k/√d
 
-`LogitTransform.tables` gives a and m, `LogitTransform.query_scale` gives c. Any subclass that fills these two in
-runs on every backend, gradients included.
+`LogitTransform.tables` gives the gain a and the shift m, `LogitTransform.query_gain` gives c. Any subclass that fills
+these two in runs on every backend, gradients included.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -26,20 +26,42 @@ class LogitTransform(nn.Module):
     heads: int | None = None
     """Number of query heads this transform is made for; None where all heads share it."""
 
-    length: Literal["visible", "context"] | None = None
-    """Which count `query_scale` takes: the keys that the query sees, or the context's; None where c = 1."""
+    counts: Literal["visible", "context"] | None = None
+    """Which keys `query_gain` counts: those that the query sees, or the context's; None where c = 1."""
 
     def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Scale a and shift m at distances 0 … length-1, each ``[heads or 1, length]``."""
+        """Gain a and shift m at distances 0 … length-1, each ``[heads or 1, length]``."""
         raise NotImplementedError
 
-    def query_scale(self, count: Tensor) -> Tensor:
-        """c for each query, ``[B or 1, heads, Nq]``, from the count of keys ``[B or 1, Nq]`` that `length` names."""
-        raise NotImplementedError(f"{type(self).__name__} sets length={self.length!r} but has no query_scale")
+    def table_range(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`tables` at distances start … stop-1. Override it where that is cheaper than the whole table."""
+        gain, shift = self.tables(stop, dtype=dtype, device=device)
+        return gain[:, start:], shift[:, start:]
+
+    def query_gain(self, count: Tensor) -> Tensor:
+        """c for each query, ``[B or 1, heads, Nq]``, from its count of keys ``[B or 1, Nq]`` (see `counts`)."""
+        raise NotImplementedError(f"{type(self).__name__} sets counts={self.counts!r} but has no query_gain")
+
+    def gain_of_queries(self, visible: Callable[[], Tensor], context: int) -> Tensor | None:
+        """c for each query, ``[B or 1, heads, Nq]``; None where c = 1.
+
+        Args:
+            visible: gives the number of keys that each query sees, ``[B or 1, Nq]``.
+            context: the number of keys up to the last query.
+        """
+        if self.counts is None:
+            return None
+        count = visible()
+        return self.query_gain(count if self.counts == "visible" else torch.full_like(count, max(context, 1)))
 
 
 class _FixedTables(LogitTransform):
-    """Tables without parameters: computed once for each device and dtype, and grown in powers of two."""
+    """Tables without parameters: computed once for each device and dtype, and grown in powers of two.
+
+    Distances beyond `KEPT` are computed anew for each call.
+    """
+
+    KEPT = 1 << 20
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,21 +72,26 @@ class _FixedTables(LogitTransform):
         raise NotImplementedError
 
     def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.table_range(0, length, dtype=dtype, device=device)
+
+    def table_range(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():  # the compiler fuses these; a cache would only add guards
-            return self._computed(length, dtype, device)
+            return self._computed(start, stop, dtype, device)
         device = torch.device(device)
         cached = self._cache.get((dtype, device))
-        if cached is None or cached[0].shape[-1] < length:
+        if cached is None or cached[0].shape[-1] < stop:
             # Not under inference_mode: an inference tensor in the cache would break a later training step.
             with torch.inference_mode(False), torch.no_grad():
-                cached = self._computed(1 << max(length - 1, 1).bit_length(), dtype, device)
+                if start > self.KEPT:
+                    return self._computed(start, stop, dtype, device)
+                cached = self._computed(0, 1 << max(stop - 1, 1).bit_length(), dtype, device)
             self._cache[dtype, device] = cached
-        scale, shift = cached
-        return scale[:, :length], shift[:, :length]
+        gain, shift = cached
+        return gain[:, start:stop], shift[:, start:stop]
 
-    def _computed(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        scale, shift = self.compute(torch.arange(length, dtype=torch.float64, device=device))
-        return scale.to(dtype), shift.to(dtype)
+    def _computed(self, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        gain, shift = self.compute(torch.arange(start, stop, dtype=torch.float64, device=device))
+        return gain.to(dtype), shift.to(dtype)
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_cache": {}}  # a copy or a pickle makes its own
@@ -146,10 +173,10 @@ class ScaleInvariant(_FixedTables):
         tau = self.tau.to(distance.device).reshape(-1, 1)
         return schedule.unchecked_coefficients(distance, tau, self.alpha, self.beta)
 
-    def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def table_range(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         if self.learnable:
-            return self._computed(length, dtype, device)
-        return super().tables(length, dtype=dtype, device=device)
+            return self._computed(start, stop, dtype, device)
+        return super().table_range(start, stop, dtype=dtype, device=device)
 
     def extra_repr(self) -> str:
         tau = self.tau.detach().tolist()
@@ -162,7 +189,7 @@ class LogN(Plain):
     Args:
         heads: number of query heads.
         scale: initial s_h.
-        length: n is the number of keys that the query sees (``"visible"``, SSMax's causal form), or the number of
+        counts: n is the number of keys that the query sees (``"visible"``, SSMax's causal form), or the number of
             keys in the context up to the last query (``"context"``: it grows as a cache grows, so that decoding step
             by step and one forward over the whole text differ by design).
         learnable: learn s_h.
@@ -172,24 +199,24 @@ class LogN(Plain):
         self,
         heads: int,
         scale: float = 0.4,
-        length: Literal["visible", "context"] = "visible",
+        counts: Literal["visible", "context"] = "visible",
         learnable: bool = True,
     ) -> None:
         super().__init__()
         self.heads = _positive_int("heads", heads)
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
-        if length not in ("visible", "context"):
-            raise ValueError(f"length must be 'visible' or 'context', got {length!r}")
-        self.length = length
+        if counts not in ("visible", "context"):
+            raise ValueError(f"counts must be 'visible' or 'context', got {counts!r}")
+        self.counts = counts
         self.scale = nn.Parameter(torch.full((heads,), float(scale)), requires_grad=learnable)
 
-    def query_scale(self, count: Tensor) -> Tensor:
+    def query_gain(self, count: Tensor) -> Tensor:
         # In float64, whatever the model's dtype: a count of 70,000 is infinite in float16. The caller rounds once.
         return self.scale.to(torch.float64)[:, None] * count.clamp_min(1).to(torch.float64).log()[:, None, :]
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, length={self.length!r}, learnable={self.scale.requires_grad}"
+        return f"heads={self.heads}, counts={self.counts!r}, learnable={self.scale.requires_grad}"
 
 
 class DistanceTable(LogitTransform):

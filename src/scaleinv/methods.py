@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 from scaleinv.constants import TAU
@@ -69,9 +70,10 @@ class Encoding:
             return self.rotary
         from scaleinv.rotary import RoPE, ntk, yarn
 
+        changes = {"ntk": ntk, "yarn": yarn}
+        _check(self.name, "stretch", self.stretch, changes)
         assert isinstance(self.rotary, RoPE)
-        change = ntk if self.stretch == "ntk" else yarn
-        return change(self.rotary, length, self.train_length)
+        return changes[self.stretch](self.rotary, length, self.train_length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,28 +141,32 @@ def get(
         raise ValueError(f"train_length must be positive, got {train_length}")
     if found.rotary == "p-rope" and p_rope_base is None and train_length <= 4:
         raise ValueError(f"train_length must exceed 4 for p-RoPE's base of train_length / 4, got {train_length}")
-    rotary: Rotary
-    if found.rotary == "rope":
-        rotary = RoPE(head_dim, rope_base)
-    elif found.rotary == "p-rope":
-        rotary = PRoPE(head_dim, p, train_length / 4 if p_rope_base is None else p_rope_base)
-    else:
-        rotary = NoPE()
-    logits: LogitTransform
-    if found.logits == "plain":
-        logits = Plain()
-    elif found.logits == "logn":
-        logits = LogN(heads)
-    elif found.logits == "alibi":
-        logits = ALiBi(heads)
-    else:
-        logits = ScaleInvariant(tau, heads=heads if learnable_tau else None, learnable=learnable_tau)
+    rotaries: dict[str, Callable[[], Rotary]] = {
+        "rope": lambda: RoPE(head_dim, rope_base),
+        "p-rope": lambda: PRoPE(head_dim, p, train_length / 4 if p_rope_base is None else p_rope_base),
+        "none": NoPE,
+    }
+    transforms: dict[str, Callable[[], LogitTransform]] = {
+        "plain": Plain,
+        "logn": lambda: LogN(heads),
+        "alibi": lambda: ALiBi(heads),
+        "scale-invariant": lambda: ScaleInvariant(tau, heads=heads if learnable_tau else None, learnable=learnable_tau),
+    }
+    _check(name, "rotary", found.rotary, rotaries)
+    _check(name, "logits", found.logits, transforms)
+    if found.stretch is not None:
+        _check(name, "stretch", found.stretch, ("ntk", "yarn"))
     return Method(
         name=name,
-        rotary=rotary,
-        logits=logits,
+        rotary=rotaries[found.rotary](),
+        logits=transforms[found.logits](),
         train_length=train_length,
         trained_as=trained_as(name),
         stretch=found.stretch,
         infini=found.infini,
     )
+
+
+def _check(name: str, field: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ValueError(f"method {name!r} has {field}={value!r}, which must be one of {', '.join(known)}")

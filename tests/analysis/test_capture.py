@@ -57,7 +57,7 @@ def test_grouped_queries_windows_and_caps_agree_with_attention() -> None:
     query, key, value = (torch.randn(1, heads, 30, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
     from scaleinv.logits import LogN, ScaleInvariant
 
-    for transform in (ScaleInvariant(), LogN(4), LogN(4, length="context")):
+    for transform in (ScaleInvariant(), LogN(4), LogN(4, counts="context")):
         layer = Layer(0, query, key, None, transform, 0.3, window=7)
         positions = torch.arange(30)
         lse = layer.logits(positions).logsumexp(-1)

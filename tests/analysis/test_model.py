@@ -26,9 +26,9 @@ def brute_force(method: str, length: int, windows: int) -> dict[str, torch.Tenso
             S = layer.query @ layer.key.transpose(-1, -2) / math.sqrt(layer.query.shape[-1])  # [1, H, N, N]
             t = Geometry.of(length, length, 0, True, None).distances(S.device)
             a, m = layer.transform.tables(length, dtype=torch.float64, device=S.device)
-            if layer.transform.length is not None:
+            if layer.transform.counts is not None:
                 count = torch.arange(1, length + 1)[None]
-                S = S * layer.transform.query_scale(count)[..., None]
+                S = S * layer.transform.query_gain(count)[..., None]
             L = (a[:, t.clamp_min(0)] * S + m[:, t.clamp_min(0)]).masked_fill(t < 0, -torch.inf)[0]
             rows.append(measure(L.detach(), t, length))
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -29,7 +29,7 @@ EXPECTED: dict[str, tuple[LogitTransform, str]] = {
     "scale-invariant, alpha 1, beta 0.2": (ScaleInvariant(10.0, 1.0, 0.2), "3.1 3.2 3.3"),
     "scale-invariant, alpha 5, beta 9": (ScaleInvariant(10.0, 5.0, 9.0), "3.1 3.2 3.3"),
     "logn": (LogN(heads=1, scale=0.4), "3.3"),
-    "logn, context": (LogN(heads=1, scale=0.4, length="context"), "3.3"),
+    "logn, context": (LogN(heads=1, scale=0.4, counts="context"), "3.3"),
     "logn, frozen": (LogN(heads=1, scale=1.0), "3.3"),
     "alibi": (ALiBi(8), "3.3 3.4"),
     "half as critical: entropy as ½ log t": (table(0.5), "3.1"),

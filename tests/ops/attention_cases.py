@@ -58,7 +58,7 @@ TRANSFORMS = {
     "scale-invariant-heads": lambda heads, length: scaleinv.ScaleInvariant(_taus(heads), alpha=1.2, beta=0.7),
     "learnable": lambda heads, length: scaleinv.ScaleInvariant(_taus(heads), heads=heads, learnable=True),
     "logn-visible": lambda heads, length: scaleinv.LogN(heads, scale=0.7),
-    "logn-context": lambda heads, length: scaleinv.LogN(heads, scale=0.7, length="context"),
+    "logn-context": lambda heads, length: scaleinv.LogN(heads, scale=0.7, counts="context"),
     "alibi": lambda heads, length: scaleinv.ALiBi(heads),
     "table": lambda heads, length: scaleinv.DistanceTable(_table(1, length), _table(1, length)),
     "table-heads": lambda heads, length: scaleinv.DistanceTable(_table(heads, length), _table(heads, length)),

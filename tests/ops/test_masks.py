@@ -35,9 +35,10 @@ def test_geometry_describes_its_pairs(geometry):
     assert 0 <= low <= high <= geometry.keys
     if seen:
         assert (low, high) == (seen[0], seen[-1] + 1)
-        assert geometry.table_length == t[visible].abs().max() + 1
+        assert geometry.table_range() == (t[visible].abs().min(), t[visible].abs().max() + 1)
     else:
         assert low == high
+        assert geometry.table_range() == (0, 1)
     sliced = geometry.sliced(low, high)
     assert torch.equal(sliced.visible(sliced.distances(CPU)), visible[:, low:high])
 

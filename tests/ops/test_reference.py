@@ -117,7 +117,7 @@ def test_logn_visible_folds_into_the_query():
 )
 def test_logn_context_counts_keys_up_to_the_last_query(options, context):
     query, key, value = tensors(heads=3, queries=7, keys=12)
-    logits = scaleinv.LogN(3, scale=0.5, length="context").double()
+    logits = scaleinv.LogN(3, scale=0.5, counts="context").double()
     out = scaleinv.attention(query, key, value, logits, backend="reference", **options)
     factor = 0.5 * math.log(context)
     want = scaleinv.attention(query * factor, key, value, scaleinv.Plain(), backend="reference", **options)

@@ -217,11 +217,12 @@ def test_huge_scores(backend, rows, size):
 
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_ten_million_tokens_away(backend, dtype):
+@pytest.mark.parametrize("offset", [10**7, 10**9, 10**12])
+def test_far_away(backend, dtype, offset):
+    """Tables hold only what is visible: a table of all distances would not fit into memory."""
     if backend == "blocked-native" and dtype == torch.float64:
         pytest.skip("float32 arithmetic")
     query, key, value = (x.to(dtype) for x in tensors(batch=1, queries=2, keys=5))
-    offset = 10_000_000
     out, lse = scaleinv.attention(query, key, value, query_offset=offset, backend=backend, return_lse=True)
     S = query.double() @ key.double().repeat_interleave(2, 1).mT / 4
     t = (offset + torch.arange(2)[:, None] - torch.arange(5)).double()
@@ -230,6 +231,26 @@ def test_ten_million_tokens_away(backend, dtype):
     torch.testing.assert_close(lse.double(), L.logsumexp(-1), rtol=min(tolerance, 2e-6), atol=0.0)
     want = L.softmax(-1) @ value.double().repeat_interleave(2, 1)
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("options", "sees"),
+    [
+        ({"query_offset": 10**9, "window": 5}, False),
+        ({"query_offset": 3 * 10**9, "window": 10**9}, False),
+        ({"query_offset": -(10**9)}, False),
+        ({"query_offset": 2, "window": 10**15}, True),
+        ({"query_offset": -(10**9), "causal": False}, True),
+        ({"query_offset": 10**9, "causal": False, "window": 10**9}, True),
+    ],
+    ids=str,
+)
+def test_huge_offsets_and_windows(backend, options, sees):
+    query, key, value = tensors(batch=1, queries=2, keys=5)
+    out, lse, *grads = gradients([query, key, value], backend, **options)
+    assert (lse[:, :, -1] > -torch.inf).all() == sees
+    assert all(x.isfinite().all() for x in (out, *grads))
 
 
 LAYOUTS = {

@@ -80,10 +80,10 @@ class Layer:
         scores = self.scores(positions).to(torch.float64)
         scores = scores.gather(-1, place.clamp_min(0).expand_as(scores))
         transform = copy.deepcopy(self.transform)  # long float64 tables should not stay in the model's cache
-        if transform.length is not None:
-            seen = (positions + 1).clamp_max(self.window or self.length)
-            count = seen if transform.length == "visible" else torch.full_like(positions, self.length)
-            scores = scores * transform.query_scale(count[None])[..., None].to(torch.float64)
+        seen = (positions + 1).clamp_max(self.window or self.length)
+        gain = transform.gain_of_queries(lambda: seen[None], context=self.length)
+        if gain is not None:
+            scores = scores * gain[..., None].to(torch.float64)
         scale, shift = transform.tables(self.length, dtype=torch.float64, device=scores.device)
         hidden = (place < 0) | (distance >= (self.window or self.length))
         return (scale[:, None] * scores + shift[:, None]).masked_fill(hidden, -torch.inf)

@@ -48,11 +48,9 @@ class Affine:
 
     def factor(self, context: int) -> float:
         """c for a query that sees ``context`` keys, the whole of its context."""
-        if self.transform.length is None:
-            return 1.0
         with torch.no_grad():
-            factors = self.transform.query_scale(torch.tensor([[context]]))  # [1, H, 1]
-        return float(factors[0, min(self.head, factors.shape[1] - 1), 0])
+            factors = self.transform.gain_of_queries(lambda: torch.tensor([[context]]), context)  # [1, H, 1]
+        return 1.0 if factors is None else float(factors[0, min(self.head, factors.shape[1] - 1), 0])
 
 
 def sample_logits(

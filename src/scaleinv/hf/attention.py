@@ -112,11 +112,9 @@ def by_distance(
     S = S.reshape(batch, heads, queries, -1)
     if softcap is not None:
         S = softcap * torch.tanh(S / softcap)
-    if logits.length is not None:
-        count = visible.sum(-1)[:, 0]  # [B, Nq]
-        if logits.length == "context":
-            count = torch.full_like(count, key.shape[2])
-        S = S * logits.query_scale(count)[..., None]
+    gain = logits.gain_of_queries(lambda: visible.sum(-1)[:, 0], context=key.shape[2])
+    if gain is not None:
+        S = S * gain[..., None]
 
     # All visible keys stand in the Nk places up to the last query: no distance reaches Nk.
     a, m = logits.tables(key.shape[2], dtype=dtype, device=query.device)

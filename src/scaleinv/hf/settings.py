@@ -85,12 +85,15 @@ class Scaled(LogitTransform):
         self.heads = None if factors is None else len(factors)
         self.factors = [1.0] if factors is None else list(factors)
         self.slope = slope
-        self.length = "context" if slope is None else "visible"
+        self.counts = "context" if slope is None else "visible"
 
     def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         return self.inner.tables(length, dtype=dtype, device=device)
 
-    def query_scale(self, count: Tensor) -> Tensor:
+    def table_range(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        return self.inner.table_range(start, stop, dtype=dtype, device=device)
+
+    def query_gain(self, count: Tensor) -> Tensor:
         factors = torch.tensor(self.factors, dtype=torch.float32, device=count.device)[None, :, None]  # [1, H, 1]
         if self.slope is None:
             return factors.expand(-1, -1, count.shape[-1])

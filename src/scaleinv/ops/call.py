@@ -251,12 +251,9 @@ def _scale(scale: float | None, head_dim: int) -> float:
 
 def _query_gain(call: Call) -> Tensor | None:
     """c_h(i) in the dtype of the logits; None where it is 1."""
-    logits, geometry = call.logits, call.geometry
-    if logits.length is None:
-        return None
-    if logits.length == "visible":
-        count = visible_counts(geometry, call.document_ids, call.key_mask, call.device)
-    else:
-        context = min(geometry.keys, geometry.last + 1) if geometry.min_distance == 0 else geometry.keys
-        count = torch.full((1, geometry.queries), max(context, 1), device=call.device)
-    return logits.query_scale(count).to(call.compute_dtype)
+    geometry = call.geometry
+    gain = call.logits.gain_of_queries(
+        lambda: visible_counts(geometry, call.document_ids, call.key_mask, call.device),
+        context=min(geometry.keys, geometry.last + 1) if geometry.min_distance == 0 else geometry.keys,
+    )
+    return None if gain is None else gain.to(call.compute_dtype)

@@ -67,14 +67,15 @@ def run(call: Call) -> tuple[Tensor, Tensor | None]:
 def score_mod(call: Call) -> Callable[..., Tensor]:
     """``a_h(t) · (c_h(i) · score) + m_h(t)`` for FlexAttention."""
     geometry, c = call.geometry, call.query_gain
-    a, m = call.logits.tables(geometry.table_length, dtype=torch.float32, device=call.device)
-    last = geometry.table_length - 1
-    offset = torch.tensor(geometry.offset, device=call.device)  # a tensor: a new value does not compile anew
+    start, stop = geometry.table_range()
+    a, m = call.logits.table_range(start, stop, dtype=torch.float32, device=call.device)
+    # Tensors: a new value does not compile anew.
+    offset, least, last = torch.tensor([geometry.offset, start, stop - start - 1], device=call.device).unbind()
     many_a, many_m = a.shape[0] > 1, m.shape[0] > 1
     batched = c is not None and c.shape[0] > 1
 
     def modify(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        t = (q + offset - k).abs().clamp(max=last)
+        t = ((q + offset - k).abs() - least).clamp(min=0).minimum(last)
         if c is not None:
             score = score * c[b if batched else b * 0, h, q]
         return score * a[h if many_a else h * 0, t] + m[h if many_m else h * 0, t]
@@ -86,8 +87,8 @@ def mask_mod(
     geometry: Geometry, document_ids: Tensor | None, key_mask: Tensor | None, device: torch.device
 ) -> Callable[..., Tensor]:
     """Who sees whom, for FlexAttention."""
-    offset = torch.tensor(geometry.offset, device=device)
-    smallest, largest = max(geometry.min_distance, -(1 << 31)), min(geometry.max_distance, 1 << 31)
+    bounds = [geometry.offset, geometry.min_distance, geometry.max_distance]
+    offset, smallest, largest = torch.tensor(bounds, device=device).unbind()
     own = None if document_ids is None else query_documents(document_ids, geometry.offset, geometry.queries)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

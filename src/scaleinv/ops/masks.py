@@ -42,12 +42,12 @@ class Geometry:
         """The smallest distance: negative where a key comes after a query."""
         return self.offset - self.keys + 1
 
-    @property
-    def table_length(self) -> int:
-        """How many entries a table over |t| needs: 1 + the largest visible distance."""
-        ahead = min(self.last, self.max_distance)
-        behind = min(-self.first, -self.min_distance)
-        return max(ahead, behind, 0) + 1
+    def table_range(self) -> tuple[int, int]:
+        """[start, stop): the visible \\|t\\|, which is what tables must hold; [0, 1) where nothing is visible."""
+        low, high = max(self.first, self.min_distance), min(self.last, self.max_distance)
+        if low > high:
+            return 0, 1
+        return max(low, -high, 0), max(high, -low) + 1
 
     @property
     def hides(self) -> bool:
@@ -81,11 +81,13 @@ class Geometry:
         Row i of the logits reads entries ``Nq - 1 - i + key``: contiguous in the key. Hidden diagonals hold a = 0 and
         m = -inf, so the tables are the causal mask and the window too.
         """
-        gain, shift = torch.broadcast_tensors(*logits.tables(self.table_length, dtype=dtype, device=device))
-        if self.first >= 0 and not self.hides:  # a decoding step: every diagonal is there once
-            return gain[:, self.first :].flip(1).contiguous(), shift[:, self.first :].flip(1).contiguous()
+        start, stop = self.table_range()
+        tables = logits.table_range(start, stop, dtype=dtype, device=device)
+        gain, shift = torch.broadcast_tensors(*tables)
+        if 0 <= self.first <= self.last and not self.hides:  # a decoding step: every diagonal is there once
+            return gain.flip(1).contiguous(), shift.flip(1).contiguous()
         distance = self.last - torch.arange(max(self.queries + self.keys - 1, 0), device=device)
-        index = distance.abs().clamp_max(self.table_length - 1)
+        index = (distance.abs() - start).clamp(0, stop - start - 1)
         gain, shift = gain.index_select(1, index), shift.index_select(1, index)
         if self.hides:
             hidden = ~self.visible(distance)

@@ -30,9 +30,9 @@ def _attention(call: Call) -> tuple[Tensor, Tensor]:
     k = call.key.to(dtype).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
     v = call.value.to(dtype).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
 
-    t = geometry.distances(device).abs()
-    a, m = call.logits.tables(geometry.table_length, dtype=dtype, device=device)
-    t = t.clamp_max(geometry.table_length - 1)  # farther ones are hidden below
+    start, stop = geometry.table_range()
+    a, m = call.logits.table_range(start, stop, dtype=dtype, device=device)
+    t = (geometry.distances(device).abs() - start).clamp(0, stop - start - 1)  # what lies outside is hidden below
     S = call.scale * q @ k.transpose(-1, -2)
     L = (a[:, t] * S + m[:, t]).masked_fill(~visible, -torch.inf)
 
