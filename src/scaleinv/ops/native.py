@@ -90,13 +90,19 @@ class Kernel:
 @functools.cache
 def load() -> Kernel | str:
     """The kernel, built if need be; or why there is none."""
+    path = build(SOURCE)
+    return path if isinstance(path, str) else Kernel(path)
+
+
+def build(source: Path, flags: tuple[str, ...] = FLAGS) -> Path | str:
+    """The library of a C source, compiled unless the cache has it; or why there is none."""
     wanted = os.environ.get("CC", "").strip()
     commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
     compiler = next((command for command in commands if shutil.which(command[0])), None)
     if compiler is None:
         return f"no C compiler found ({f'CC={wanted}' if wanted else 'cc, gcc or clang'})"
     try:
-        return Kernel(_built(compiler))
+        return _built(compiler, source, flags)
     except (OSError, subprocess.SubprocessError) as error:
         detail = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
         return f"the C kernel could not be built: {detail or error}"
@@ -258,11 +264,11 @@ def _numbered(call: DiagonalCall) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def _built(compiler: list[str]) -> Path:
+def _built(compiler: list[str], source: Path, flags: tuple[str, ...]) -> Path:
     """The library's path; compiles it unless the cache has it."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    identity = "\n".join([SOURCE.read_text(), version, platform.machine(), _cpu(), *FLAGS])
-    name = f"kernel-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    identity = "\n".join([source.read_text(), version, platform.machine(), _cpu(), *flags])
+    name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -276,7 +282,7 @@ def _built(compiler: list[str]) -> Path:
         handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
         os.close(handle)
         try:
-            command = [*compiler, *FLAGS, "-o", temporary, str(SOURCE), "-lm"]
+            command = [*compiler, *flags, "-o", temporary, str(source), "-lm"]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
             os.replace(temporary, path)  # another process may have built it meanwhile: either is good
         finally:

@@ -1,0 +1,245 @@
+"""`CertifiedCache`: keys and values that a decoding step reads in part, with a proven bound on what it leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from scaleinv.logits import LogitTransform, ScaleInvariant
+from scaleinv.ops.certified import native, reference
+from scaleinv.ops.certified.pages import BLOCK, PAGE, Page, empty_page, fill
+from scaleinv.ops.masks import FAR, Geometry, visible_counts
+
+BACKENDS = ("auto", "native", "torch")
+ROW_BYTES = 1 << 28
+"""Upper weights that a step holds at once, in bytes; a longer chunk of queries is taken in parts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """What is known for certain of an output, for each query and head: float64 ``[B, H, Nq]`` each."""
+
+    mass: Tensor
+    """At most this share of the exact softmax weight lies on keys that were not read."""
+    error: Tensor
+    """The output differs from exact attention by at most this in the Euclidean norm, rounding included."""
+    read: Tensor
+    """The share of the visible keys that were read in full; 1 where nothing could be saved."""
+
+
+class CertifiedCache:
+    """A cache for decoding that reads only the keys which matter, and proves how little the others do.
+
+    >>> cache = CertifiedCache(ScaleInvariant(), tolerance=1e-3)
+    >>> cache.append(torch.randn(1, 2, 5000, 64), torch.randn(1, 2, 5000, 64))
+    >>> out, certificate = cache.attend(torch.randn(1, 2, 1, 64))
+    >>> out.shape, bool((certificate.mass <= 1e-3).all())
+    (torch.Size([1, 2, 1, 64]), True)
+
+    Args:
+        logits: the logit transform, fixed for the life of the cache; None for ``ScaleInvariant()``.
+        tolerance: the share of the softmax weight that may be left unread, from 0 (read everything) to below 1.
+        window: only keys at distances t < window.
+        scale: multiplies ``q·k``; None for ``1/√D``.
+        backend: "native" (the C kernel: float32 on CPU), "torch" (its plain twin, on any device, for checking: it
+            computes in float64) or "auto": the kernel where it can serve.
+    """
+
+    def __init__(
+        self,
+        logits: LogitTransform | None = None,
+        tolerance: float = 1e-3,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        if logits is not None and not isinstance(logits, LogitTransform):
+            raise TypeError(f"logits must be a scaleinv logit transform, got {type(logits).__name__}")
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+            raise ValueError(f"tolerance must lie in [0, 1), got {tolerance!r}")
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ValueError(f"window must be a positive integer or None, got {window!r}")
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.logits = ScaleInvariant() if logits is None else logits
+        self.tolerance = float(tolerance)
+        self.window = window
+        self.scale = scale
+        self.backend = backend
+        self.length = 0
+        """Keys held."""
+        self.pages: list[Page] = []
+        self._addresses = native.PageList()
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._wait: Tensor | None = None
+
+    @torch.no_grad()
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Add keys ``[B, KV, n, D]`` and values ``[B, KV, n, Dv]`` behind those held.
+
+        bfloat16 and float16 are kept as float32, which holds them exactly. Nothing that is held moves: a full page
+        is followed by another.
+        """
+        self._check_append(key, value)
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        key, value = key.to(dtype), value.to(dtype)
+        start, stop = self.length, self.length + key.shape[2]
+        while len(self.pages) * PAGE < stop:
+            self.pages.append(empty_page(key, value))
+            self._addresses.add(self.pages[-1])
+        if self._native(key):
+            native.append(self._addresses, start, key, value)
+        else:
+            if not bool(key.isfinite().all() & value.isfinite().all()):
+                raise ValueError(native.NOT_FINITE)
+            for n in range(start // PAGE, -(-stop // PAGE)):
+                low, high = max(start, n * PAGE), min(stop, (n + 1) * PAGE)
+                part = slice(low - start, high - start)
+                fill(self.pages[n], low - n * PAGE, key[:, :, part], value[:, :, part])
+        self.length = stop
+
+    @torch.no_grad()
+    def attend(self, query: Tensor, *, key_mask: Tensor | None = None) -> tuple[Tensor, Certificate]:
+        """Attention of queries ``[B, H, Nq, D]`` at the last Nq positions: output ``[B, H, Nq, Dv]`` and certificate.
+
+        Args:
+            query: KV divides H, and query head h reads key head ``h // (H / KV)``.
+            key_mask: bool ``[B, length]``, True for visible keys.
+        """
+        self._check_attend(query, key_mask)
+        geometry = Geometry.of(query.shape[2], self.length, self.length - query.shape[2], True, self.window)
+        query_scale = self._query_scale(geometry, key_mask, query)
+        size = max(1, ROW_BYTES // (4 * query.shape[0] * query.shape[1] * max(self.length, 1)))
+        parts = []
+        for start in range(0, query.shape[2], size):
+            stop = min(start + size, query.shape[2])
+            c = query_scale[..., start:stop] if query_scale is not None else None
+            keys = self.length - query.shape[2] + stop
+            parts.append(self._attend(query[:, :, start:stop], c, key_mask, keys))
+        out, *certificate = (torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+        return out.to(query.dtype), Certificate(*certificate)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All keys ``[B, KV, length, D]`` and values, copied out of the pages."""
+        if not self.pages:
+            raise ValueError("the cache is empty: append keys first")
+        key = torch.cat([page.key for page in self.pages], dim=2)[:, :, : self.length]
+        value = torch.cat([page.value for page in self.pages], dim=2)[:, :, : self.length]
+        return key, value
+
+    def _attend(self, query: Tensor, c: Tensor | None, key_mask: Tensor | None, keys: int) -> tuple[Tensor, ...]:
+        first = self.pages[0]
+        query = query.to(first.key.dtype)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        window = FAR if self.window is None else min(self.window, FAR)
+        if not self._native(first.key):
+            a, m = self.logits.tables(keys, dtype=torch.float64, device=query.device)
+            mask = key_mask[:, :keys] if key_mask is not None else None
+            return reference.attend(self.pages, keys, query, c, a, m, mask, window, scale, self.tolerance)
+        if self._wait is None or self._wait.shape[1] != query.shape[1]:
+            self._wait = torch.zeros(query.shape[0], query.shape[1], 2, dtype=torch.int32)
+        tables = self._reversed_tables(keys)
+        mask = key_mask[:, :keys] if key_mask is not None else None
+        length = tables[0].shape[1] - BLOCK
+        return native.attend(
+            self._addresses,
+            keys,
+            first.key.shape[1],
+            query,
+            c,
+            tables,
+            length,
+            mask,
+            window,
+            scale,
+            self.tolerance,
+            self._wait,
+            first.value.shape[3],
+        )
+
+    def _reversed_tables(self, keys: int) -> tuple[Tensor, Tensor]:
+        """a and m for distances T - 1 … 0, with `BLOCK` more entries that no visible key reaches: T >= keys."""
+        if self._tables is None or self._tables[0].shape[1] - BLOCK < keys:
+            length = 1 << max(10, (keys - 1).bit_length())
+            try:
+                tables = self.logits.tables(length, dtype=torch.float64, device=torch.device("cpu"))
+            except ValueError:  # a table of fixed length
+                tables = self.logits.tables(keys, dtype=torch.float64, device=torch.device("cpu"))
+            a, m = torch.broadcast_tensors(*tables)
+            if not bool(a.isfinite().all()) or bool((m.isnan() | (m == torch.inf)).any()):
+                raise ValueError(f"{type(self.logits).__name__} gives scales or shifts that are not finite")
+            pad = torch.nn.functional.pad
+            self._tables = pad(a.flip(1).float(), (0, BLOCK)), pad(m.flip(1).float(), (0, BLOCK))
+        return self._tables
+
+    def _query_scale(self, geometry: Geometry, key_mask: Tensor | None, query: Tensor) -> Tensor | None:
+        if self.logits.length is None:
+            return None
+        if self.logits.length == "visible":
+            count = visible_counts(geometry, None, key_mask, query.device)
+        else:
+            count = torch.full((1, geometry.queries), self.length, device=query.device)
+        return self.logits.query_scale(count).double().expand(query.shape[0], -1, -1)
+
+    def _native(self, key: Tensor) -> bool:
+        if self.backend == "torch":
+            return False
+        obstacle = native.obstacle(key.device, key.dtype, key.shape[3])
+        if obstacle is not None and self.backend == "native":
+            raise ValueError(f"backend='native' cannot serve this cache: {obstacle}")
+        return obstacle is None
+
+    def _check_append(self, key: Tensor, value: Tensor) -> None:
+        for name, x in (("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+            if x.dim() != 4 or 0 in (*x.shape[:2], x.shape[3]):
+                raise ValueError(f"{name} must have shape [batch, heads, length, head dim], got {tuple(x.shape)}")
+            if not x.is_floating_point():
+                raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype or value.device != key.device:
+            raise ValueError(
+                f"value must have key's batch, heads, length, dtype and device, got {tuple(value.shape)} {value.dtype} "
+                f"beside {tuple(key.shape)} {key.dtype}"
+            )
+        if self.pages:
+            held = self.pages[0]
+            wanted = (*held.key.shape[:2], held.key.shape[3], held.value.shape[3])
+            if (*key.shape[:2], key.shape[3], value.shape[3]) != wanted:
+                raise ValueError(
+                    "key and value must have the batch, heads and head dimensions of those held "
+                    f"{list(wanted)}, got {list(key.shape)} and {list(value.shape)}"
+                )
+            if torch.promote_types(key.dtype, torch.float32) != held.key.dtype or key.device != held.key.device:
+                raise ValueError(f"key must be {held.key.dtype} on {held.key.device}, got {key.dtype} on {key.device}")
+
+    def _check_attend(self, query: Tensor, key_mask: Tensor | None) -> None:
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a tensor, got {type(query).__name__}")
+        if not self.pages:
+            raise ValueError("the cache is empty: append keys first")
+        held = self.pages[0].key
+        if query.dim() != 4 or query.shape[0] != held.shape[0] or query.shape[3] != held.shape[3]:
+            raise ValueError(
+                f"query must have shape [{held.shape[0]}, heads, length, {held.shape[3]}], got {list(query.shape)}"
+            )
+        if query.shape[1] == 0 or query.shape[1] % held.shape[1]:
+            raise ValueError(f"query must have a multiple of {held.shape[1]} heads, got {query.shape[1]}")
+        if not 1 <= query.shape[2] <= self.length:
+            raise ValueError(f"query must have 1 … {self.length} positions, the last of those held, got {query.shape[2]}")
+        if self.logits.heads is not None and self.logits.heads != query.shape[1]:
+            raise ValueError(f"logits is made for {self.logits.heads} heads, but query has {query.shape[1]}")
+        if torch.promote_types(query.dtype, torch.float32) != held.dtype or query.device != held.device:
+            raise ValueError(f"query must be like the keys, {held.dtype} on {held.device}, got {query.dtype}")
+        if not bool(query.isfinite().all()):
+            raise ValueError("query must be finite: no bound holds for infinities and NaN")
+        if key_mask is not None:
+            shape = (held.shape[0], self.length)
+            if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != shape:
+                raise ValueError(f"key_mask must be a bool tensor of shape {list(shape)}, True for visible keys")

@@ -1,0 +1,188 @@
+"""The C kernel of certified decoding (kernel.c): float32 on CPU, built on demand like the attention kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from scaleinv.ops import native
+from scaleinv.ops.certified.pages import PAGE, Page
+
+SOURCE = Path(__file__).with_name("kernel.c")
+MAX_DIM = 1024
+"""Channels of a key up to which the kernel's integer sums are exact in float32."""
+
+
+NOT_FINITE = "key and value must be finite: no bound holds for infinities and NaN"
+
+
+class _Page(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("key", "value", "code", "step", "residual", "centre", "radius"))
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("row", ctypes.c_int64),
+    )
+
+
+class _Append(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batches", "kv_heads", "dim", "value_dim", "start", "count", "threads")),
+        ("key", _Matrix),
+        ("value", _Matrix),
+        ("pages", ctypes.c_void_p),
+    )
+
+
+class _Attend(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "queries", "keys", "dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in ("window", "table_heads", "table_length", "table_row", "threads")),
+        ("tolerance", ctypes.c_double),
+        ("scale", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("query", "query_scale", "table_scale", "table_shift", "visible")),
+        *((name, ctypes.c_void_p) for name in ("pages", "wait", "out", "mass", "error", "read")),
+    )
+
+
+class Kernel:
+    """The loaded library."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        built = [ctypes.c_int64() for _ in range(3)]
+        self.library.scaleinv_certified_build(*(ctypes.byref(value) for value in built))
+        if [value.value for value in built] != [PAGE, ctypes.sizeof(_Append), ctypes.sizeof(_Attend)]:
+            raise OSError(f"{path} was built from another version of kernel.c: delete it")
+
+    def run(self, name: str, call: ctypes.Structure) -> int:
+        failed = getattr(self.library, name)(ctypes.byref(call))
+        if failed == 1:
+            raise MemoryError(f"{name} could not allocate its work space")
+        return failed
+
+
+@functools.cache
+def load() -> Kernel | str:
+    """The kernel, built if need be; or why there is none."""
+    path = native.build(SOURCE)
+    return path if isinstance(path, str) else Kernel(path)
+
+
+def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel cannot serve such a cache; None if it can."""
+    if device.type != "cpu":
+        return f"the C kernel runs on CPU, not on {device.type}"
+    if dtype != torch.float32:
+        return f"the C kernel computes in float32, not in {str(dtype).removeprefix('torch.')}"
+    if head_dim > MAX_DIM:
+        return f"the C kernel takes up to {MAX_DIM} channels, got {head_dim}"
+    kernel = load()
+    return kernel if isinstance(kernel, str) else None
+
+
+class PageList:
+    """The addresses of pages, as the kernel reads them."""
+
+    def __init__(self) -> None:
+        self.entries = (_Page * 0)()
+        self.count = 0
+
+    def add(self, page: Page) -> None:
+        if self.count == len(self.entries):
+            grown = (_Page * max(8, 2 * self.count))()
+            ctypes.memmove(grown, self.entries, ctypes.sizeof(self.entries))
+            self.entries = grown
+        tensors = (page.key, page.value, page.code, page.step, page.residual, page.centre, page.radius)
+        self.entries[self.count] = _Page(*(x.data_ptr() for x in tensors))
+        self.count += 1
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.entries)
+
+
+def append(pages: PageList, start: int, key: Tensor, value: Tensor) -> None:
+    """Write keys and values ``[B, KV, n, D]`` from position ``start`` on into pages that are there.
+
+    ValueError where one is not finite; then nothing has changed.
+    """
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    batch, heads, count, dim = key.shape
+    call = _Append(
+        batch, heads, dim, value.shape[3], start, count, torch.get_num_threads(), _matrix(key), _matrix(value), pages.address
+    )
+    if _kernel().run("scaleinv_append", call):
+        raise ValueError(NOT_FINITE)
+
+
+def attend(
+    pages: PageList,
+    keys: int,
+    kv_heads: int,
+    query: Tensor,  # [B, H, Nq, D]
+    query_scale: Tensor | None,  # float64 [B, H, Nq]
+    tables: tuple[Tensor, Tensor],  # [heads or 1, T + BLOCK]: distances T - 1 … 0
+    table_length: int,
+    visible: Tensor | None,  # bool [B, keys]
+    window: int,
+    scale: float,
+    tolerance: float,
+    wait: Tensor,  # int32 [B, H, 2]
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, mass, error and share read."""
+    batch, heads, queries, dim = query.shape
+    query = query.contiguous()
+    query_scale = query_scale.contiguous() if query_scale is not None else None
+    visible = visible.contiguous() if visible is not None else None
+    out = query.new_empty(batch, heads, queries, value_dim)
+    mass, error, read = (query.new_empty(batch, heads, queries, dtype=torch.float64) for _ in range(3))
+    call = _Attend(
+        batch,
+        heads,
+        kv_heads,
+        queries,
+        keys,
+        dim,
+        value_dim,
+        window,
+        tables[0].shape[0],
+        table_length,
+        tables[0].stride(0),
+        torch.get_num_threads(),
+        tolerance,
+        scale,
+        query.data_ptr(),
+        query_scale.data_ptr() if query_scale is not None else None,
+        tables[0].data_ptr(),
+        tables[1].data_ptr(),
+        visible.data_ptr() if visible is not None else None,
+        pages.address,
+        wait.data_ptr(),
+        out.data_ptr(),
+        mass.data_ptr(),
+        error.data_ptr(),
+        read.data_ptr(),
+    )
+    _kernel().run("scaleinv_attend", call)
+    return out, mass, error, read
+
+
+def _kernel() -> Kernel:
+    kernel = load()
+    if isinstance(kernel, str):
+        raise RuntimeError(kernel)
+    return kernel
+
+
+def _matrix(x: Tensor) -> _Matrix:
+    return _Matrix(x.data_ptr(), *x.stride()[:3])

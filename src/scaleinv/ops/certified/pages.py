@@ -1,0 +1,86 @@
+"""The cache's storage: pages of keys and values, each beside an 8-bit copy of its keys and a ball around its values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+PAGE = 1024
+"""Keys in a page."""
+BLOCK = 16
+"""Keys whose 8-bit copies are interleaved, four channels at a time: one vector of the kernel."""
+LEVELS = 127
+
+
+@dataclasses.dataclass
+class Page:
+    """Room for `PAGE` keys of every head."""
+
+    key: Tensor  # [B, KV, PAGE, D]
+    value: Tensor  # [B, KV, PAGE, Dv]
+    code: Tensor  # uint8 [B, KV, PAGE / BLOCK, D up to 4 / 4, BLOCK, 4]: 128 + key / step, rounded
+    step: Tensor  # [B, KV, PAGE]
+    residual: Tensor  # [B, KV, PAGE]: at least the norm of key - step · (code - 128)
+    centre: Tensor  # [B, KV, Dv]
+    radius: Tensor  # [B, KV]: no value lies farther from the centre
+
+
+def empty_page(key: Tensor, value: Tensor) -> Page:
+    """A page for keys and values like these, float32 or float64."""
+    batch, heads, _, dim = key.shape
+    return Page(
+        key.new_empty(batch, heads, PAGE, dim),
+        value.new_empty(batch, heads, PAGE, value.shape[3]),
+        torch.empty(batch, heads, PAGE // BLOCK, -(-dim // 4), BLOCK, 4, dtype=torch.uint8, device=key.device),
+        key.new_empty(batch, heads, PAGE),
+        key.new_empty(batch, heads, PAGE),
+        value.new_zeros(batch, heads, value.shape[3]),
+        value.new_zeros(batch, heads),
+    )
+
+
+def fill(page: Page, slot: int, key: Tensor, value: Tensor) -> None:
+    """Write keys ``[B, KV, n, D]`` and values from a slot on: the plain twin of the kernel's append."""
+    stop = slot + key.shape[2]
+    page.key[:, :, slot:stop], page.value[:, :, slot:stop] = key, value
+    levels, step, residual = quantise(key)
+    levels = torch.nn.functional.pad(levels, (0, -levels.shape[-1] % 4)).unflatten(-1, (-1, 4))
+    slots = torch.arange(slot, stop, device=key.device)
+    rows = page.code.permute(0, 1, 2, 4, 3, 5)  # [B, KV, PAGE / BLOCK, BLOCK, D / 4, 4]
+    rows[:, :, slots // BLOCK, slots % BLOCK] = (levels + 128).to(torch.uint8)
+    page.step[:, :, slot:stop], page.residual[:, :, slot:stop] = step, residual
+    if stop == PAGE:
+        page.centre.copy_(page.value.mean(2))
+        page.radius.copy_(_up(_norms(page.value - page.centre[:, :, None], page.value.dtype).amax(2)))
+    else:
+        page.radius.copy_(torch.maximum(page.radius, _norms(value, page.value.dtype).amax(2)))
+
+
+def quantise(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys in 8 bits: levels ``[..., D]`` from -127 to 127, the step ``[...]`` between them, a bound on the error's norm.
+
+    Each key has its own step, a 127th of its largest channel. Keys below 1e-30 are taken for 0.
+    """
+    largest = key.abs().amax(-1)
+    step = torch.where(largest > 1e-30, largest / LEVELS, 0)
+    inverse = torch.where(step > 0, LEVELS / largest, 0)
+    levels = (key * inverse[..., None]).round().clamp(-LEVELS, LEVELS)
+    rest = key.double() - step.double()[..., None] * levels.double()
+    return levels.to(torch.int16), step, _norms(rest, key.dtype)
+
+
+def unpack(page: Page) -> Tensor:
+    """The copy's keys ``[B, KV, PAGE, D]`` in float64."""
+    levels = page.code.permute(0, 1, 2, 4, 3, 5).flatten(2, 3).flatten(3).double() - 128
+    return levels[..., : page.key.shape[-1]] * page.step.double()[..., None]
+
+
+def _norms(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Norms over the last dimension, in a dtype, never too small."""
+    return _up((x.double().norm(dim=-1) * (1 + 1e-9)).to(dtype))
+
+
+def _up(x: Tensor) -> Tensor:
+    return torch.nextafter(x, torch.full_like(x, torch.inf))
