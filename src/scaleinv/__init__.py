@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant
     from scaleinv.model import GPT, GPTConfig, KVCache
     from scaleinv.ops.api import attention, which_backend
+    from scaleinv.ops.certified import CertifiedCache
 
 __getattr__, __dir__ = lazy.attach(
     __name__,
     {
         **dict.fromkeys(("attention", "which_backend"), "ops.api"),
+        "CertifiedCache": "ops.certified",
         **dict.fromkeys(("ALiBi", "DistanceTable", "LogN", "LogitTransform", "Plain", "ScaleInvariant"), "logits"),
         **dict.fromkeys(("GPT", "GPTConfig", "KVCache"), "model"),
         **dict.fromkeys(("methods", "rotary", "schedule"), ""),
@@ -39,6 +41,7 @@ __getattr__, __dir__ = lazy.attach(
 __all__ = [
     "GPT",
     "ALiBi",
+    "CertifiedCache",
     "DistanceTable",
     "GPTConfig",
     "KVCache",

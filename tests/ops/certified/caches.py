@@ -25,7 +25,16 @@ class Case:
 
 
 def make_case(
-    seed, kind="gaussian", logits="scale-invariant", batch=1, heads=2, kv_heads=1, keys=500, queries=1, dim=16, value_dim=8
+    seed,
+    kind="gaussian",
+    logits="scale-invariant",
+    batch=1,
+    heads=2,
+    kv_heads=1,
+    keys=500,
+    queries=1,
+    dim=16,
+    value_dim=8,
 ):
     generator = torch.Generator().manual_seed(seed)
 

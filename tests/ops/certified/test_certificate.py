@@ -119,11 +119,12 @@ def test_each_query_head_of_a_group_reads_its_own_keys(backend):
     assert bool((certificate.read < 1).all())
 
 
-def test_the_kernel_reads_about_as_much_as_its_twin():
+def test_the_kernel_reads_no_more_than_its_twin():
+    """But for its bins, a tenth of a weight wide. It may read less: it tries an estimate of the total weight first."""
     for kind in ("gaussian", "negative", "outlier channel", "shared value"):
         case = make_case(3, kind, heads=4, kv_heads=2, keys=6000, dim=64)
         shares = [certified(case, 1e-3, backend)[1].read.mean() for backend in BACKENDS]
-        assert 0.7 < float(shares[0] / shares[1]) < 1.2, (kind, shares)
+        assert float(shares[0] / shares[1]) < 1.2, (kind, shares)
 
 
 def test_a_head_that_saves_nothing_is_not_bounded_for_a_while():

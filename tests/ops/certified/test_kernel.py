@@ -13,7 +13,7 @@ from scaleinv.ops.certified.cache import CertifiedCache
 
 
 def test_the_exponential_is_within_4_units_in_the_last_place():
-    x = torch.cat([-torch.logspace(-8, math.log10(87), 400_000), torch.linspace(-87, 0, 400_000)]).contiguous()
+    x = torch.cat([-torch.logspace(-8, math.log10(87), 400_000), torch.linspace(-87, 0, 400_000)]).clamp_min(-87)
     y = torch.empty_like(x)
     native.load().library.scaleinv_exponential(
         ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(y.data_ptr()), ctypes.c_int64(len(x))
@@ -22,7 +22,7 @@ def test_the_exponential_is_within_4_units_in_the_last_place():
     assert float(((y - exact) / exact).abs().max()) < 4 * 2**-24
 
 
-@pytest.mark.parametrize("dim", (1, 3, 16, 33, 128))
+@pytest.mark.parametrize("dim", [1, 3, 16, 33, 128])
 def test_kernel_and_twin_fill_the_same_pages(dim):
     case = make_case(0, "mixed norms", kv_heads=2, keys=1500, dim=dim, value_dim=5)
     caches = [CertifiedCache(backend=backend) for backend in ("native", "torch")]
@@ -45,7 +45,7 @@ def test_kernel_and_twin_fill_the_same_pages(dim):
         torch.testing.assert_close(ours.centre, twin.centre, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", (("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-avx")), ids=("avx2", "plain"))
+@pytest.mark.parametrize("flags", [("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-avx")], ids=("avx2", "plain"))
 def test_forms_for_other_cpus(flags, monkeypatch):
     path = attention_kernel.build(native.SOURCE, (*attention_kernel.FLAGS, *flags))
     if isinstance(path, str):

@@ -42,7 +42,7 @@ def select(middle: Tensor, width: Tensor, visible: Tensor, tolerance: float) -> 
     """
     upper = torch.where(visible, middle + width, -torch.inf)
     top = upper.amax(-1, keepdim=True).clamp_min(-1e300)
-    upper = (upper - top).exp()
+    upper = torch.where(visible, (upper - top).clamp_min(-690).exp(), 0)  # never too small to count
     lower = torch.where(visible, (middle - width - top).exp(), 0)
     ordered, order = upper.sort(dim=-1)
     unread = ordered.cumsum(-1) * (1 + SLACK)  # U, if all keys up to this one are left out

@@ -123,7 +123,11 @@ class CertifiedCache:
             keys = self.length - query.shape[2] + stop
             parts.append(self._attend(query[:, :, start:stop], c, key_mask, keys))
         out, *certificate = (torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
-        return out.to(query.dtype), Certificate(*certificate)
+        mass, error, read = certificate
+        rounded = out.to(query.dtype)
+        if rounded.dtype != out.dtype:
+            error = error + (rounded.double() - out.double()).norm(dim=-1)
+        return rounded, Certificate(mass, error, read)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """All keys ``[B, KV, length, D]`` and values, copied out of the pages."""
@@ -232,7 +236,9 @@ class CertifiedCache:
         if query.shape[1] == 0 or query.shape[1] % held.shape[1]:
             raise ValueError(f"query must have a multiple of {held.shape[1]} heads, got {query.shape[1]}")
         if not 1 <= query.shape[2] <= self.length:
-            raise ValueError(f"query must have 1 … {self.length} positions, the last of those held, got {query.shape[2]}")
+            raise ValueError(
+                f"query must have 1 … {self.length} positions, the last of those held, got {query.shape[2]}"
+            )
         if self.logits.heads is not None and self.logits.heads != query.shape[1]:
             raise ValueError(f"logits is made for {self.logits.heads} heads, but query has {query.shape[1]}")
         if torch.promote_types(query.dtype, torch.float32) != held.dtype or query.device != held.device:

@@ -34,7 +34,7 @@
 #define U 5.9604644775390625e-8
 #define SCORE_SLACK 1e-6f   /* of a bounded logit, relative to |a S| + |m|: 16 U */
 #define WIDTH_SLACK 1e-5    /* of an interval's own width */
-#define WEIGHT_SLACK 1e-5   /* of a weight exp(x), x in [-87, 0]: 88 U for the argument, 4 U for the exponential */
+#define WEIGHT_SLACK 1e-5   /* of a weight exp(x), x in [-87, 0]: 87 U for the argument, 1.5 U for the exponential */
 #define SUM_SLACK 2e-5      /* of a sum of upper weights over a page, WEIGHT_SLACK included */
 #define TINY 2e-38          /* more than exp(-87), the least upper weight */
 
@@ -109,7 +109,7 @@ INLINE float max_lanes(vec x) {
     return s;
 }
 
-/* exp for x <= 0, to 3 units in the last place (every float in [-87, 0] was tried); below -87 it stays exp(-87). */
+/* exp for x <= 0, to 1.5 U (every float in [-87, 0] was tried); below -87 it stays exp(-87). */
 INLINE vec exponential(vec x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     x = larger(x, all(-87.0f));

@@ -21,7 +21,9 @@ NOT_FINITE = "key and value must be finite: no bound holds for infinities and Na
 
 
 class _Page(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("key", "value", "code", "step", "residual", "centre", "radius"))
+    _fields_ = tuple(
+        (name, ctypes.c_void_p) for name in ("key", "value", "code", "step", "residual", "centre", "radius")
+    )
 
 
 class _Matrix(ctypes.Structure):
@@ -118,7 +120,16 @@ def append(pages: PageList, start: int, key: Tensor, value: Tensor) -> None:
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     batch, heads, count, dim = key.shape
     call = _Append(
-        batch, heads, dim, value.shape[3], start, count, torch.get_num_threads(), _matrix(key), _matrix(value), pages.address
+        batch,
+        heads,
+        dim,
+        value.shape[3],
+        start,
+        count,
+        torch.get_num_threads(),
+        _matrix(key),
+        _matrix(value),
+        pages.address,
     )
     if _kernel().run("scaleinv_append", call):
         raise ValueError(NOT_FINITE)

@@ -59,7 +59,7 @@ def fill(page: Page, slot: int, key: Tensor, value: Tensor) -> None:
 
 
 def quantise(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys in 8 bits: levels ``[..., D]`` from -127 to 127, the step ``[...]`` between them, a bound on the error's norm.
+    """Keys in 8 bits: levels ``[..., D]`` from -127 to 127, the step ``[...]`` between them, the error's norm.
 
     Each key has its own step, a 127th of its largest channel. Keys below 1e-30 are taken for 0.
     """

@@ -72,5 +72,6 @@ def attend(
     error = bounds.error(unread, floor, radius[:, :, None], offset, total, reach, query.dtype)
     error = torch.minimum(error, out.double().norm(dim=-1) + reach)
     count = visible.sum(-1).expand_as(mass)
-    share = torch.where(count > 0, read.sum(-1) / count.clamp_min(1), 1.0)
-    return out, mass, error, share.double()
+    error = torch.where(count > 0, error, 0)
+    share = torch.where(count > 0, read.sum(-1).double() / count.clamp_min(1), 1.0)
+    return out, mass, error, share
