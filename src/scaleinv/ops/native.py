@@ -16,7 +16,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from scaleinv.ops.call import Call, DiagonalCall
 from scaleinv.ops.masks import query_documents
 
 logger = logging.getLogger(__name__)
+Library = TypeVar("Library")
 
 SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
@@ -90,19 +93,18 @@ class Kernel:
 @functools.cache
 def load() -> Kernel | str:
     """The kernel, built if need be; or why there is none."""
-    path = build(SOURCE)
-    return path if isinstance(path, str) else Kernel(path)
+    return build(SOURCE, Kernel)
 
 
-def build(source: Path, flags: tuple[str, ...] = FLAGS) -> Path | str:
-    """The library of a C source, compiled unless the cache has it; or why there is none."""
+def build(source: Path, kernel: Callable[[Path], Library], flags: tuple[str, ...] = FLAGS) -> Library | str:
+    """``kernel`` of the library of a C source, compiled unless the cache has it; or why there is none."""
     wanted = os.environ.get("CC", "").strip()
     commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
     compiler = next((command for command in commands if shutil.which(command[0])), None)
     if compiler is None:
         return f"no C compiler found ({f'CC={wanted}' if wanted else 'cc, gcc or clang'})"
     try:
-        return _built(compiler, source, flags)
+        return kernel(_built(compiler, source, flags))
     except (OSError, subprocess.SubprocessError) as error:
         detail = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
         return f"the C kernel could not be built: {detail or error}"

@@ -75,8 +75,7 @@ class Kernel:
 @functools.cache
 def load() -> Kernel | str:
     """The kernel, built if need be; or why there is none."""
-    path = native.build(SOURCE)
-    return path if isinstance(path, str) else Kernel(path)
+    return native.build(SOURCE, Kernel)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
