@@ -114,12 +114,12 @@ class CertifiedCache:
         """
         self._check_attend(query, key_mask)
         geometry = Geometry.of(query.shape[2], self.length, self.length - query.shape[2], True, self.window)
-        query_scale = self._query_scale(geometry, key_mask, query)
+        query_gain = self._query_gain(geometry, key_mask, query)
         size = max(1, ROW_BYTES // (4 * query.shape[0] * query.shape[1] * max(self.length, 1)))
         parts = []
         for start in range(0, query.shape[2], size):
             stop = min(start + size, query.shape[2])
-            c = query_scale[..., start:stop] if query_scale is not None else None
+            c = query_gain[..., start:stop] if query_gain is not None else None
             keys = self.length - query.shape[2] + stop
             parts.append(self._attend(query[:, :, start:stop], c, key_mask, keys))
         out, *certificate = (torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
@@ -182,14 +182,11 @@ class CertifiedCache:
             self._tables = pad(a.flip(1).float(), (0, BLOCK)), pad(m.flip(1).float(), (0, BLOCK))
         return self._tables
 
-    def _query_scale(self, geometry: Geometry, key_mask: Tensor | None, query: Tensor) -> Tensor | None:
-        if self.logits.length is None:
-            return None
-        if self.logits.length == "visible":
-            count = visible_counts(geometry, None, key_mask, query.device)
-        else:
-            count = torch.full((1, geometry.queries), self.length, device=query.device)
-        return self.logits.query_scale(count).double().expand(query.shape[0], -1, -1)
+    def _query_gain(self, geometry: Geometry, key_mask: Tensor | None, query: Tensor) -> Tensor | None:
+        c = self.logits.gain_of_queries(
+            lambda: visible_counts(geometry, None, key_mask, query.device), context=self.length
+        )
+        return None if c is None else c.double().expand(query.shape[0], -1, -1)
 
     def _native(self, key: Tensor) -> bool:
         if self.backend == "torch":

@@ -80,8 +80,8 @@ typedef struct {
     int64_t threads;
     double tolerance, scale;
     const float *query;         /* [B, H, queries, dim]; the queries are the last of the positions 0 … keys - 1 */
-    const double *query_scale;  /* [B, H, queries], or null for 1 */
-    const float *table_scale, *table_shift;
+    const double *query_gain;  /* [B, H, queries], or null for 1 */
+    const float *gain, *shift;
     const uint8_t *visible;     /* [B, keys], or null for all */
     const Page *pages;
     int32_t *wait;              /* [B, H, 2]: steps still to go without bounds, and the last such number */
@@ -238,7 +238,7 @@ int scaleinv_append(const Append *a) {
 /* A query head at one position. */
 typedef struct {
     int64_t low, high;        /* the keys at visible distances */
-    const float *scale, *shift; /* tables, to be read at the key's place */
+    const float *gain, *shift;  /* tables, to be read at the key's place */
     double factor;            /* scale * c: logit = a * factor * (q . k) + m */
     double *query;            /* [dim] */
     /* bounds; 0 where all is read */
@@ -386,7 +386,7 @@ INLINE vec upper_logits(const Attend *c, const Row *r, const Page *page, int64_t
     products(page->code + at * dim, r->coarse, r->fine, dim, &high, &low);
     if (OFFSET) high -= r->coarse_bias, low -= r->fine_bias;
     vec product = __builtin_convertvector(high, vec) * 128.0f + __builtin_convertvector(low, vec); /* below 2^24 each */
-    vec step = load(page->step + at), a = load(r->scale + j), m = load(r->shift + j);
+    vec step = load(page->step + at), a = load(r->gain + j), m = load(r->shift + j);
     vec logit = product * step * r->unit * a;
     vec half_width = absolute(a) * (r->key_width * load(page->residual + at) + r->step_width * step + 1e-30f) +
                      SCORE_SLACK * (absolute(logit) + absolute(m));
@@ -563,7 +563,7 @@ static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
         for (int64_t l = 0; l < count; l++) {
             int64_t j = n * PAGE + x->list[l];
             if (l + AHEAD < count) fetch(keys + x->list[l + AHEAD] * c->dim, c->dim);
-            double score = r->scale[j] * (r->factor * dot(r->query, keys + x->list[l] * c->dim, c->dim));
+            double score = r->gain[j] * (r->factor * dot(r->query, keys + x->list[l] * c->dim, c->dim));
             x->logits[l] = score + r->shift[j];
             if (x->logits[l] == -INFINITY) continue;
             part->magnitude = MAX(part->magnitude, fabs(score) + fabs(r->shift[j]));
@@ -656,9 +656,9 @@ static void start_row(const Step *s, int64_t at) {
     int64_t dim = ROUND_UP(c->dim, 16), h = at / c->queries % c->heads, i = at % c->queries;
     int64_t position = c->keys - c->queries + i, table = (c->table_heads > 1 ? h : 0) * c->table_row;
     r->low = MAX(position + 1 - c->window, 0), r->high = position + 1;
-    r->scale = c->table_scale + table + c->table_length - 1 - position;
-    r->shift = c->table_shift + table + c->table_length - 1 - position;
-    r->factor = c->scale * (c->query_scale ? c->query_scale[at] : 1);
+    r->gain = c->gain + table + c->table_length - 1 - position;
+    r->shift = c->shift + table + c->table_length - 1 - position;
+    r->factor = c->scale * (c->query_gain ? c->query_gain[at] : 1);
     r->query = s->queries + at * dim;
     r->coarse = s->codes + at * 2 * dim, r->fine = r->coarse + dim;
     for (int64_t k = 0; k < c->dim; k++) r->query[k] = c->query[at * c->dim + k];

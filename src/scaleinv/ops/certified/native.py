@@ -50,7 +50,7 @@ class _Attend(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("window", "table_heads", "table_length", "table_row", "threads")),
         ("tolerance", ctypes.c_double),
         ("scale", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("query", "query_scale", "table_scale", "table_shift", "visible")),
+        *((name, ctypes.c_void_p) for name in ("query", "query_gain", "gain", "shift", "visible")),
         *((name, ctypes.c_void_p) for name in ("pages", "wait", "out", "mass", "error", "read")),
     )
 
@@ -139,7 +139,7 @@ def attend(
     keys: int,
     kv_heads: int,
     query: Tensor,  # [B, H, Nq, D]
-    query_scale: Tensor | None,  # float64 [B, H, Nq]
+    query_gain: Tensor | None,  # float64 [B, H, Nq]
     tables: tuple[Tensor, Tensor],  # [heads or 1, T + BLOCK]: distances T - 1 … 0
     table_length: int,
     visible: Tensor | None,  # bool [B, keys]
@@ -152,7 +152,7 @@ def attend(
     """Output, mass, error and share read."""
     batch, heads, queries, dim = query.shape
     query = query.contiguous()
-    query_scale = query_scale.contiguous() if query_scale is not None else None
+    query_gain = query_gain.contiguous() if query_gain is not None else None
     visible = visible.contiguous() if visible is not None else None
     out = query.new_empty(batch, heads, queries, value_dim)
     mass, error, read = (query.new_empty(batch, heads, queries, dtype=torch.float64) for _ in range(3))
@@ -172,7 +172,7 @@ def attend(
         tolerance,
         scale,
         query.data_ptr(),
-        query_scale.data_ptr() if query_scale is not None else None,
+        query_gain.data_ptr() if query_gain is not None else None,
         tables[0].data_ptr(),
         tables[1].data_ptr(),
         visible.data_ptr() if visible is not None else None,

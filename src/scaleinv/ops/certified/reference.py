@@ -15,7 +15,7 @@ def attend(
     pages: Sequence[Page],
     keys: int,
     query: Tensor,  # [B, H, Nq, D], at the last positions of 0 … keys - 1
-    query_scale: Tensor | None,  # [B, H, Nq]
+    query_gain: Tensor | None,  # [B, H, Nq]
     a: Tensor,  # [heads or 1, keys] by distance
     m: Tensor,
     key_mask: Tensor | None,  # bool [B, keys]
@@ -43,8 +43,8 @@ def attend(
         visible = visible & key_mask[:, None, None]
     t = t.clamp(0, keys - 1)
     q = query.double() * scale
-    if query_scale is not None:
-        q = q * query_scale[..., None].double()
+    if query_gain is not None:
+        q = q * query_gain[..., None].double()
     a, m = a[:, t].double(), m[:, t].double()  # [heads or 1, Nq, keys]
     visible = visible & (m > -torch.inf)
     m = m.masked_fill(m == -torch.inf, 0)
