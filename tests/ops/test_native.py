@@ -58,7 +58,7 @@ class TestBuild:
     def test_a_broken_library_is_reported(self, monkeypatch, tmp_path):
         broken = tmp_path / "kernel.so"
         broken.write_text("not a library")
-        monkeypatch.setattr(native, "_built", lambda compiler: broken)
+        monkeypatch.setattr(native, "_built", lambda *arguments: broken)
         assert str(broken) in native.load()
 
     @needs_kernel
