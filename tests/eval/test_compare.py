@@ -154,7 +154,7 @@ def test_a_failed_model_is_named_and_the_others_are_kept(plan, monkeypatch):
         return [*whole(self, job, run), *(["--clip", "-1"] if job.model == "nope" else [])]
 
     monkeypatch.setattr(_Runner, "_training", broken)
-    with pytest.raises(RuntimeError, match=r"nope-seed0: .*clip must be positive"):
+    with pytest.raises(RuntimeError, match=r"nope-seed0: .*clip: must be positive"):
         compare(plan)
     assert set(json.loads((plan.out / "summary.json").read_text())["loss"]) == {"rope"}
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from scaleinv.eval import generate
+from scaleinv.eval.generation import _choose
 from scaleinv.model import GPT, GPTConfig
 
 PROMPT = torch.tensor([1, 2, 3])
@@ -68,3 +69,9 @@ def test_tokens_come_one_at_a_time(model):
 def test_errors_name_the_argument(model, options, message):
     with pytest.raises(ValueError, match=message):
         generate(**{"model": model, "prompt": PROMPT, "tokens": 3, **options})
+
+
+def test_a_temperature_near_zero_takes_the_likeliest():
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    for temperature in (1e-3, 1e-30, 1e-320):
+        assert _choose(logits, temperature, None, None, torch.Generator()) == 1

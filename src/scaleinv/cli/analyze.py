@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv.cli.common import add_lengths, command, path, text
 
 
 def add(commands: Any) -> None:
@@ -15,16 +15,16 @@ def add(commands: Any) -> None:
         "analyze",
         run,
         "Is attention scale-invariant? In theory, and inside a model.",
-        "scaleinv analyze theory --out figures/\n"
-        "  scaleinv analyze model runs/si --lengths 1x,4x,16x\n"
-        "  scaleinv analyze model path/to/hf-model --text book.txt",
+        "scaleinv analyze theory --out figures/",
+        "scaleinv analyze model runs/si --lengths 1x,4x,16x",
+        "scaleinv analyze model path/to/hf-model --text book.txt",
     )
     option = parser.add_argument
     option("what", choices=("theory", "model"), help="Gaussian logits, or a trained model")
-    option("path", nargs="?", help="with model: a run's folder, or a Hugging Face model's folder or id")
-    option("--lengths", help="context lengths; default: 1x,4x,16x")
-    option("--text", type=Path, help="text to run the model on; default: the run's validation data")
-    option("--out", type=Path, default=Path("figures"), help="folder for figures and data; default: figures")
+    option("path", nargs="?", type=text, help="with model: a run's folder, or a Hugging Face model's folder or id")
+    add_lengths(parser)
+    option("--text", type=path, help="text to run the model on; default: the run's validation data")
+    option("--out", type=path, default=Path("figures"), help="folder for figures and data; default: figures")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     elif options.path is None:
         raise ValueError("analyze model needs a PATH: a run's folder, or a Hugging Face model's")
     else:
-        lengths = {"lengths": options.lengths.split(",")} if options.lengths else {}
-        written = reports.analyze_model(options.path, text=options.text, out=options.out, progress=terminal, **lengths)
-    for path in written:
-        print(path)
+        lengths = options.lengths.split(",")
+        written = reports.analyze_model(options.path, lengths, text=options.text, out=options.out, progress=terminal)
+    for file in written:
+        print(file)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
-Parser = argparse.ArgumentParser
+from scaleinv import lengths, methods
+from scaleinv.settings import Setting
 
 
-def command(commands: Any, name: str, run: Any, summary: str, example: str) -> Parser:
+class Parser(argparse.ArgumentParser):
+    """A parser that raises ValueError for a mistake, so that all mistakes are shown alike."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def command(commands: Any, name: str, run: Any, summary: str, *examples: str, detail: str = "") -> Parser:
+    """Add a command; ``--help`` shows the summary, the detail and the examples."""
     parser = commands.add_parser(
         name,
         help=summary,
-        description=summary,
-        epilog=f"example:\n  {example}",
+        description=f"{summary}\n{detail}".strip(),
+        epilog="\n  ".join(["example:" if len(examples) == 1 else "examples:", *examples]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
@@ -21,7 +36,89 @@ def command(commands: Any, name: str, run: Any, summary: str, example: str) -> P
 
 
 class Joined(argparse.Action):
-    """Several words as one comma-separated list: the shell may have spread a glob."""
+    """Several words as one comma-separated text: the shell may have spread a glob."""
 
-    def __call__(self, parser: Parser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, ",".join(values))
+
+
+def shown(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The ``type`` of an option: argparse shows what the ValueError of ``parse`` says, not its own phrase."""
+
+    def parsed(word: str) -> Any:
+        try:
+            return parse(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def number(kind: type, **limits: float) -> Callable[[str], Any]:
+    """The ``type`` of an option that is an int or a float within limits: see `scaleinv.settings.setting`."""
+    return shown(Setting("", kind, **limits).parse)  # type: ignore[arg-type]
+
+
+count = number(int, least=1)
+"""The ``type`` of an option that is a positive integer."""
+
+text = shown(Setting("", str).parse)
+"""The ``type`` of an option that must not be empty."""
+
+
+def path(word: str) -> Path:
+    """The ``type`` of an option that is a path. An empty one (an unset variable) would mean the current folder."""
+    return Path(text(word))
+
+
+def method_names(words: str) -> list[str]:
+    """The methods that an option names, with commas between them; ValueError for an unknown one."""
+    names = [word.strip() for word in words.split(",")]
+    for name in names:
+        methods.row(name)
+    return names
+
+
+def length_labels(words: str) -> str:
+    """Context lengths, 1x,4x,2048; ValueError for what does not look like them."""
+    lengths.parse(words, train_length=1 << 20)  # a look at the form: the training length is not known yet
+    return words
+
+
+def add_lengths(parser: Parser) -> None:
+    """``--lengths``."""
+    parser.add_argument(
+        "--lengths",
+        type=shown(length_labels),
+        default="1x,4x,16x",
+        help="context lengths, in multiples of the training length (4x) or in tokens (2048); default: 1x,4x,16x",
+    )
+
+
+def add_methods(parser: Parser) -> None:
+    """``--methods`` that a trained model runs as."""
+    parser.add_argument(
+        "--methods",
+        type=shown(method_names),
+        help="run the model as these methods, say rope,rope+ntk,yarn; default: its own",
+    )
+
+
+def device(name: str) -> str:
+    """The device that a name stands for, "cpu" or "cuda" for "auto"; ValueError where it is not to be had."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", name) is None:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+
+    import torch
+
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if available else "cpu"
+    if name.startswith("cuda") and int(name[5:] or 0) >= available:
+        raise ValueError(f"device {name} is not here: torch finds {available or 'no'} CUDA devices; use --device cpu")
+    return name
+
+
+def add_device(parser: Parser) -> None:
+    """``--device``: give it to `device` before any work."""
+    parser.add_argument("--device", type=text, default="auto", help="auto, cpu or cuda; default: auto")

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import Joined, command
+from scaleinv.cli.common import command, device, length_labels, method_names
+from scaleinv.cli.options import RUN, add_options, given
+from scaleinv.settings import Setting
+
+_OWN = (
+    Setting("out", str, help="folder for runs, evaluations, summary.json and the report; required", metavar="DIR"),
+    Setting("methods", str, default="all", help="methods, with commas between them, or all", several=True),
+    Setting("seeds", int, default=3, least=1, most=10_000, help="models of each method, with seeds 0, 1, …"),
+    Setting("lengths", str, default="1x,4x,16x", help="context lengths to evaluate at, 4x or 2048", several=True),
+    Setting("tokens", int, unset="524,288", least=1, help="validation tokens"),
+    Setting("sweep", str, unset="none", metavar="tau=X,…", help="also train the method with these lengthscales"),
+    Setting("jobs", int, unset="one for each core, or one on a GPU", least=1, help="processes at once"),
+    Setting("report", bool, default=True, help="write report.html"),
+)
+_SHARED = ("preset", "data", "val_data", "tokenizer", "order", "steps", "train_length", "device")
+KNOWN = {setting.name: setting for setting in _OWN} | {name: RUN[name] for name in _SHARED}
+"""The settings of a comparison: its own, and those of every training."""
 
 
 def add(commands: Any) -> None:
@@ -15,71 +31,51 @@ def add(commands: Any) -> None:
         commands,
         "compare",
         run,
-        "Train every model and evaluate every row of the paper's table; stopped, the same command goes on.",
+        "Train every method, evaluate it at every length and report. If interrupted, rerun the same command to resume.",
         "scaleinv compare --preset mini --methods all --seeds 3 --out results/mini",
+        "scaleinv compare --methods rope,alibi --steps 400 --lr-matrices 0.01 --out results/slow",
+        "scaleinv compare --config compare.toml --out results/again",
     )
-    option = parser.add_argument
-    option("--methods", default="all", help="rows, comma-separated, or all; default: all")
-    option("--out", required=True, type=Path, help="folder for runs, evaluations, summary.json and the report")
-    option("--preset", default="mini", help="default: mini")
-    option("--data", nargs="+", action=Joined, default="sotu", help="default: sotu, US State of the Union addresses")
-    option("--val-data", nargs="+", action=Joined, help="default: documents held out of --data")
-    option("--tokenizer", help="default: bytes for text")
-    option("--order", choices=("random", "sequential"), default="random", help="of the training windows")
-    option("--seeds", type=int, default=3, help="default: 3")
-    option("--steps", type=int, help="default: the preset's")
-    option("--train-length", type=int, help="default: the preset's")
-    option("--lengths", default="1x,4x,16x", help="default: 1x,4x,16x")
-    option("--tokens", type=int, help="validation tokens; default: 524,288")
-    option("--sweep", metavar="tau=…", help="also train the method with these lengthscales: tau=0.01,0.1,1,10,100")
-    option("--device", default="auto", help="auto, cpu or cuda; default: auto")
-    option("--jobs", type=int, help="processes at once; default: one a core, or one on a GPU")
-    option("--no-report", action="store_true", help="do not write report.html")
+    add_options(parser, KNOWN, {"data": "sotu"})
 
 
 def run(options: argparse.Namespace) -> int:
+    values = given(options, KNOWN)
+    if "out" not in values:
+        raise ValueError("compare needs --out DIR")
+    names = values.pop("methods", "all")
+    plan: dict[str, Any] = {"methods": [names] if names == "all" else method_names(names)}
+    plan["lengths"] = length_labels(values.pop("lengths", "1x,4x,16x"))
+    plan["tau"] = _sweep(values.pop("sweep", None))
+    plan["device"] = device(values.pop("device", "auto"))
+    report = values.pop("report", True)
+
     import shlex
 
     from scaleinv.eval.compare import Comparison, Stopped, compare
     from scaleinv.progress import terminal
     from scaleinv.reports.comparison import terminal_table, write_report
 
-    plan = Comparison(
-        out=options.out,
-        methods=options.methods.split(","),
-        preset=options.preset,
-        data=options.data,
-        val_data=options.val_data,
-        tokenizer=options.tokenizer,
-        order=options.order,
-        seeds=options.seeds,
-        steps=options.steps,
-        train_length=options.train_length,
-        lengths=options.lengths,
-        tokens=options.tokens,
-        tau=_sweep(options.sweep),
-        device=options.device,
-        jobs=options.jobs,
-        command=shlex.join(["scaleinv", *sys.argv[1:]]),
-    )
+    command = shlex.join(["scaleinv", *sys.argv[1:]])
     try:
-        summary = compare(plan, terminal)
+        summary = compare(Comparison(**plan, **values, command=command), terminal)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signal
     print(terminal_table(summary))
-    if not options.no_report:
-        print(f"report: {write_report(options.out).resolve()}")
+    if report:
+        print(f"report: {write_report(values['out']).resolve()}")
     return 0
 
 
 def _sweep(text: str | None) -> list[float]:
     if text is None:
         return []
+    tau = dataclasses.replace(RUN["tau"], items=0)
     name, _, values = text.partition("=")
+    if name != "tau":
+        raise ValueError(f"sweep must read like tau=0.1,1,10, got {text!r}")
     try:
-        if name != "tau":
-            raise ValueError
-        return [float(value) for value in values.split(",")]
-    except ValueError:
-        raise ValueError(f"--sweep takes tau=NUMBER,NUMBER,…, got {text!r}") from None
+        return list(tau.parse(values))
+    except ValueError as error:
+        raise ValueError(f"sweep: tau {error}") from None

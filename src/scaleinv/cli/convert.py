@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv.cli.common import command, number, path, text
 
 
 def add(commands: Any) -> None:
@@ -15,13 +14,19 @@ def add(commands: Any) -> None:
         "convert",
         run,
         "Make a Hugging Face model scale-invariant; continue its training to let it adapt.",
-        "scaleinv convert DIR --tau 10 --p 0.5 --out DIR2",
+        "scaleinv convert path/to/model --tau 10 --p 0.5 --out path/to/new",
+        "scaleinv convert HuggingFaceTB/SmolLM2-135M --out smol-si",
     )
     option = parser.add_argument
-    option("source", metavar="DIR", help="a model's folder, or its id on the hub")
-    option("--out", required=True, type=Path, help="a new folder")
-    option("--tau", type=float, default=10.0, help="lengthscale in tokens; default: 10")
-    option("--p", type=float, default=0.5, help="share of the rotary's channel pairs that go on turning; default: 0.5")
+    option("source", metavar="SOURCE", type=text, help="a model's folder, or its id on the hub")
+    option("--out", required=True, type=path, help="a new folder")
+    option("--tau", type=number(float, above=0), default=10.0, help="lengthscale in tokens; default: 10")
+    option(
+        "--p",
+        type=number(float, least=0, most=1),
+        default=0.5,
+        help="share of the rotary's channel pairs that keep turning; default: 0.5",
+    )
     option("--keep-rotary", action="store_true", help="leave the rotary as it is")
 
 

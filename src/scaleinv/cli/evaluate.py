@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv.cli.common import add_device, add_lengths, add_methods, command, count, device, number, path
 
 
 def add(commands: Any) -> None:
@@ -18,20 +17,22 @@ def add(commands: Any) -> None:
         "scaleinv evaluate runs/si --lengths 1x,4x,16x,64x",
     )
     option = parser.add_argument
-    option("run_folder", metavar="RUN", type=Path, help="a run's folder")
-    option("--lengths", default="1x,4x,16x", help="multiples of the training length, or tokens; default: 1x,4x,16x")
-    option("--methods", help="rows to evaluate the model as: rope,rope+ntk,yarn for a RoPE-trained one")
-    option("--tokens", type=int, help="held-out tokens to use at most; default: 524,288")
-    option("--step", type=int, help="a checkpoint by its step; default: the newest weights")
-    option("--out", type=Path, help="folder for the JSON; default: RUN/evaluations")
-    option("--device", default="cpu", help="default: cpu")
+    option("run_folder", metavar="RUN", type=path, help="a run's folder")
+    add_lengths(parser)
+    add_methods(parser)
+    option("--tokens", type=count, help="held-out tokens to use at most; default: 524,288")
+    option("--step", type=number(int, least=0), help="a checkpoint by its step; default: the newest weights")
+    option("--out", type=path, help="folder for the JSON; default: RUN/evaluations")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> None:
+    where = device(options.device)
+
     from scaleinv.eval.loss import TOKENS, evaluate
     from scaleinv.progress import terminal
 
-    rows = options.methods.split(",") if options.methods else None
+    rows = options.methods
     out = options.out or options.run_folder / "evaluations"
     results = evaluate(
         options.run_folder,
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
         rows=rows,
         tokens=TOKENS if options.tokens is None else options.tokens,
         step=options.step,
-        device=options.device,
+        device=where,
         out=out,
         progress=terminal,
     )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv.cli.common import command, path
 
 
 def add(commands: Any) -> None:
@@ -17,8 +16,8 @@ def add(commands: Any) -> None:
         "Write a run as a Hugging Face folder for AutoModelForCausalLM and AutoTokenizer.",
         "scaleinv export runs/si --out hf-dir",
     )
-    parser.add_argument("run_folder", metavar="RUN", type=Path, help="a run's folder")
-    parser.add_argument("--out", required=True, type=Path, help="a new folder")
+    parser.add_argument("run_folder", metavar="RUN", type=path, help="a run's folder")
+    parser.add_argument("--out", required=True, type=path, help="a new folder")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv import methods
+from scaleinv.cli.common import add_device, command, device, number, path, text
+
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but newline and tab, and those that turn the direction of text."""
 
 
 def add(commands: Any) -> None:
@@ -16,34 +21,45 @@ def add(commands: Any) -> None:
         run,
         "Write text with a trained model, as it is made.",
         'scaleinv generate runs/si --prompt "def main("',
+        detail="On a terminal, control characters are shown escaped (\\x1b); to a file or a pipe, text goes as it is.",
     )
     option = parser.add_argument
-    option("run_folder", metavar="RUN", help="a run's folder")
+    option("run_folder", metavar="RUN", type=path, help="a run's folder")
     option("--prompt", default="", help="what the text begins with; default: a new document")
-    option("--tokens", type=int, default=300, help="tokens to write at most; default: 300")
-    option("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time; default: 0.8")
-    option("--top-k", type=int, help="choose among the k likeliest tokens")
-    option("--top-p", type=float, help="choose among the likeliest tokens that make up this probability")
-    option("--seed", type=int, help="for the same text again")
-    option("--method", help="run a RoPE-trained model as rope+ntk or yarn")
-    option("--device", default="cpu", help="default: cpu")
+    option("--tokens", type=number(int, least=0), default=300, help="tokens to write at most; default: 300")
+    option(
+        "--temperature",
+        type=number(float, least=0),
+        default=0.8,
+        help="0 takes the likeliest token each time; default: 0.8",
+    )
+    option("--top-k", type=number(int, least=1), help="choose among the k likeliest tokens; default: all")
+    option(
+        "--top-p",
+        type=number(float, above=0, most=1),
+        help="choose among the likeliest tokens that make up this probability; default: 1",
+    )
+    option("--seed", type=number(int, least=0), help="for the same text again; default: another text each time")
+    option("--method", type=text, help="run a RoPE-trained model as rope+ntk or yarn; default: its own")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.method:
+        methods.row(options.method)
+    where = device(options.device)
+
     import torch
 
     from scaleinv.eval import generate
     from scaleinv.train.store import load_model, run_tokenizer
 
-    model, _ = load_model(options.run_folder, options.device)
+    model, _ = load_model(options.run_folder, where)
     if options.method:
         model.use_method(options.method)
     tokenizer = run_tokenizer(options.run_folder)
     prompt = [tokenizer.end_of_text, *(int(token) for token in tokenizer.encode(options.prompt))]
-    ids: list[int] = []
-    shown = ""
-    sys.stdout.write(options.prompt)
-    for token in generate(
+    tokens = generate(
         model,
         torch.tensor(prompt),
         options.tokens,
@@ -53,11 +69,29 @@ def run(options: argparse.Namespace) -> None:
         seed=options.seed,
         stop=tokenizer.end_of_text,
         vocabulary=tokenizer.vocab_size,
-    ):
+    )
+    show(options.prompt)
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\ufffd"):  # a character may take several tokens
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown = text
-    sys.stdout.write(tokenizer.decode(ids)[len(shown) :] + "\n")
+        decoded = tokenizer.decode(ids)
+        if not decoded.endswith("\ufffd"):  # a character may take several tokens
+            show(decoded[len(shown) :])
+            shown = decoded
+    show(tokenizer.decode(ids)[len(shown) :] + "\n")
+
+
+def show(text: str) -> None:
+    """Write text at once; a terminal gets no control characters, which could move its cursor or change its title."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters escaped.
+
+    >>> printable("red: \x1b[31m\n")
+    'red: \\x1b[31m\n'
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

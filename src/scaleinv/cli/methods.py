@@ -9,7 +9,7 @@ from scaleinv.cli.common import command
 
 
 def add(commands: Any) -> None:
-    command(commands, "methods", run, "List the methods: the rows of the paper's table.", "scaleinv methods")
+    command(commands, "methods", run, "List the methods of the paper's table.", "scaleinv methods")
 
 
 def run(options: argparse.Namespace) -> None:

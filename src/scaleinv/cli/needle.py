@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv.cli.common import add_device, add_lengths, add_methods, command, count, device, number, path
 
 
 def add(commands: Any) -> None:
@@ -19,21 +18,23 @@ def add(commands: Any) -> None:
         "scaleinv needle runs/si --lengths 1x,4x,16x",
     )
     option = parser.add_argument
-    option("run_folder", metavar="RUN", type=Path, help="a run's folder")
-    option("--lengths", default="1x,4x,16x", help="multiples of the training length, or tokens; default: 1x,4x,16x")
-    option("--methods", help="rows to run the model as: rope,rope+ntk,yarn for a RoPE-trained one")
-    option("--samples", type=int, help="haystacks at each length")
-    option("--needles", type=int, help="needles in a haystack")
-    option("--digits", type=int, help="digits of a needle's number")
-    option("--cities", type=int, help="cities to choose from")
-    option("--depth", type=float, help="where to put the needles, 0 to 1; default: anywhere")
-    option("--steps", type=int, help="fine-tuning steps")
-    option("--seed", type=int, default=0, help="of the haystacks; default: 0")
-    option("--out", type=Path, help="folder for the results; default: RUN")
-    option("--device", default="cpu", help="default: cpu")
+    option("run_folder", metavar="RUN", type=path, help="a run's folder")
+    add_lengths(parser)
+    add_methods(parser)
+    option("--samples", type=count, help="haystacks at each length; default: 100")
+    option("--needles", type=count, help="needles in a haystack; default: the preset's")
+    option("--digits", type=count, help="digits of a needle's number; default: the preset's")
+    option("--cities", type=count, help="cities to choose from; default: the preset's")
+    option("--depth", type=number(float, least=0, most=1), help="where to put the needles, 0 to 1; default: anywhere")
+    option("--steps", type=count, help="fine-tuning steps; default: the preset's")
+    option("--seed", type=number(int, least=0), default=0, help="seed of the haystacks; default: 0")
+    option("--out", type=path, help="folder for the results; default: RUN")
+    add_device(parser)
 
 
 def run(options: argparse.Namespace) -> None:
+    where = device(options.device)
+
     from scaleinv.eval.needle import SAMPLES, default_task, run_needle
     from scaleinv.plots.compare import needle_depths
     from scaleinv.progress import terminal
@@ -50,17 +51,17 @@ def run(options: argparse.Namespace) -> None:
         options.run_folder,
         options.lengths,
         out,
-        rows=options.methods.split(",") if options.methods else None,
+        rows=options.methods,
         task=task,
         training=training,
         samples=SAMPLES if options.samples is None else options.samples,
         seed=options.seed,
-        device=options.device,
+        device=where,
         progress=terminal,
     )
     for row, result in results.items():
         for label, found in result["lengths"].items():
             print(f"{row:24}{label:>6}  {found['accuracy']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]")
     heat = needle_depths(out / "needle", model.train_length)
-    for path in heat.save(out / "figures") if heat else ():
-        print(f"figure: {path.resolve()}")
+    for file in heat.save(out / "figures") if heat else ():
+        print(f"figure: {file.resolve()}")

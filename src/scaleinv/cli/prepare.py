@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import Joined, command
+from scaleinv.cli.common import Joined, command, count, number, path, text
 
 
 def add(commands: Any) -> None:
@@ -18,12 +17,24 @@ def add(commands: Any) -> None:
         "scaleinv prepare --text path/to/books --tokenizer gpt2 --out shards/",
     )
     option = parser.add_argument
-    option("--text", required=True, nargs="+", action=Joined, help="files, a folder, a glob, or a corpus by name")
-    option("--tokenizer", default="gpt2", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: gpt2")
-    option("--out", required=True, type=Path, help="an empty or new folder")
-    option("--shard-tokens", type=int, default=100_000_000, help="tokens in a shard; default: 100 million")
-    option("--workers", type=int, help="processes; default: one a core")
-    option("--val-fraction", type=float, default=0.01, help="share of the documents held out; default: 0.01")
+    option(
+        "--text",
+        required=True,
+        type=text,
+        nargs="+",
+        action=Joined,
+        help="files, a folder, a glob, or a corpus by name",
+    )
+    option("--tokenizer", type=text, default="gpt2", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: gpt2")
+    option("--out", required=True, type=path, help="an empty or new folder")
+    option("--shard-tokens", type=count, default=100_000_000, help="tokens in a shard; default: 100 million")
+    option("--workers", type=count, help="processes; default: one for each core")
+    option(
+        "--val-fraction",
+        type=number(float, least=0, below=1),
+        default=0.01,
+        help="share of the documents held out; default: 0.01",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -39,5 +50,5 @@ def run(options: argparse.Namespace) -> None:
         progress=terminal,
         val_fraction=options.val_fraction,
     )
-    for path in written:
-        print(path)
+    for file in written:
+        print(file)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from scaleinv.cli.common import command
+from scaleinv.cli.common import command, path
 
 
 def add(commands: Any) -> None:
@@ -14,10 +13,10 @@ def add(commands: Any) -> None:
         commands,
         "report",
         run,
-        "Make report.html, figures and tables of a comparison.",
+        "Write report.html, figures and tables of a comparison.",
         "scaleinv report results/mini",
     )
-    parser.add_argument("folder", type=Path, help="what `scaleinv compare` wrote")
+    parser.add_argument("folder", metavar="DIR", type=path, help="what `scaleinv compare` wrote")
 
 
 def run(options: argparse.Namespace) -> None:

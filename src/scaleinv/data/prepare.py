@@ -88,6 +88,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}")
     partial = out / ".partial"
+    is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
@@ -105,6 +106,8 @@ def prepare(
             os.replace(path, out / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if is_new and not any(out.iterdir()):  # it failed: a folder that nobody asked for must not stay
+            out.rmdir()
     return [out / name for name in names]
 
 

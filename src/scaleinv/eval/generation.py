@@ -82,7 +82,7 @@ def _choose(
 ) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits / temperature
+    logits = (logits.double() - logits.max()) / temperature  # at most 0: a low temperature cannot overflow
     if top_k is not None and top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     if top_p is not None:

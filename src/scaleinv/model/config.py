@@ -16,7 +16,9 @@ class GPTConfig:
     layers: int = setting(4, "transformer blocks", group="model", least=1, most=10_000)
     width: int = setting(128, "channels of the residual stream", group="model", least=1, most=2**20)
     heads: int = setting(2, "attention heads; they share the width", group="model", least=1, most=2**16)
-    vocab_size: int = setting(257, "vocabulary; up to 257 stands for the data's", group="model", least=1, most=2**24)
+    vocab_size: int = setting(
+        257, "tokens in the vocabulary; up to 257, the data's own number", group="model", least=1, most=2**24
+    )
     method: str = setting("scale-invariant-p-rope", "a method's name, see `scaleinv methods`", group="model")
     train_length: int = setting(
         512, "tokens in a training sequence; p-RoPE's base, NTK and YaRN follow it", group="model", least=1, most=2**31

@@ -43,7 +43,7 @@ class TrainConfig:
         None,
         "tokens in one forward pass of one rank: lower it if memory runs out",
         unset="65,536 on a GPU, 16,384 on a CPU",
-        group="machine",
+        group="optimisation",
         least=1,
         resume=True,
     )

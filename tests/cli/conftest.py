@@ -1,0 +1,45 @@
+"""An empty folder to work in, a small corpus and a small run."""
+
+import shutil
+
+import pytest
+
+from scaleinv.cli import main
+
+TINY = ["--batch-tokens", "128", "--train-length", "32", "--val-tokens", "512", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.chdir(tmp_path)
+
+
+def write_books(folder):
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text("".join(f"line {n} of book {number}\n" for n in range(60)))
+    return str(folder / "*.txt")
+
+
+@pytest.fixture
+def book(tmp_path):
+    return write_books(tmp_path / "books")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        data = write_books(folder / "books")
+        options = ["--method", "rope", "--data", data, "--steps", "2", "--out", str(folder / "run"), *TINY]
+        assert main(["train", *options]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the run, in the folder ``run``."""
+    return shutil.copytree(trained, tmp_path / "run")
