@@ -83,6 +83,7 @@ class TokenData:
         world: int = 1,
         order: Literal["random", "sequential"] = "random",
         seed: int = 0,
+        runs: Sequence[tuple[int, int]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, int64 ``[batch / world, length]``; targets are the inputs one token later.
 
@@ -94,6 +95,8 @@ class TokenData:
         Args:
             order: "random", a new order in every epoch; or "sequential", that of the stream.
             seed: of the random order.
+            runs: (start, length) of the parts of each window that are wanted, one after another; None for all of it.
+                Only these are read: ranks that share a sequence read their own part.
         """
         if step < 0 or batch < 1 or not 0 <= rank < world or batch % world:
             raise ValueError(
@@ -106,34 +109,46 @@ class TokenData:
         rows = batch // world
         first = step * batch + rank * rows
         windows = (self.total - 1) // length
-        out = np.empty((rows, length + 1), dtype=np.int64)
+        runs = [(0, length)] if runs is None else runs
+        pairs = []
         for row in range(rows):
             epoch, window = divmod(first + row, windows)
             if order == "random":
                 window = shuffled(window, windows, seed, epoch)
             start = window * length + round(epoch * _EPOCH_SHIFT * length) % length
-            head = min(length + 1, self.total - start)
-            out[row, :head] = self.read(start, head)
-            out[row, head:] = self.read(0, length + 1 - head)
-        return _shifted(torch.from_numpy(out))
+            pairs.append(self._window(start, runs))
+        inputs, targets = (torch.stack(x) for x in zip(*pairs, strict=True))
+        return inputs, targets
 
-    def windows(self, length: int, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def _window(self, start: int, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of runs of the window at ``start``; past its end the stream begins anew."""
+        parts = []
+        for offset, count in runs:
+            begin = (start + offset) % self.total
+            head = min(count + 1, self.total - begin)
+            text = np.concatenate([self.read(begin, head), self.read(0, count + 1 - head)])
+            parts.append(_shifted(torch.from_numpy(text.astype(np.int64))))
+        inputs, targets = (torch.cat(x) for x in zip(*parts, strict=True))
+        return inputs, targets
+
+    def windows(
+        self, length: int, limit: int | None = None, runs: Sequence[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets of consecutive windows, int64 ``[length]`` each, for validation.
 
         Args:
             length: tokens in a window.
             limit: tokens in all windows, a multiple of ``length`` below ``total``; None for as many as fit. With the
                 same limit the targets are tokens 1 … limit at every length.
+            runs: as in `batch`.
         """
         self._check_length(length)
         if limit is None:
             limit = (self.total - 1) // length * length
         if not 0 < limit < self.total or limit % length:
             raise ValueError(f"limit must be a multiple of length {length} and below {self.total}, got {limit}")
-        return (
-            _shifted(torch.from_numpy(self.read(start, length + 1).astype(np.int64)))
-            for start in range(0, limit, length)
-        )
+        wanted = [(0, length)] if runs is None else runs
+        return (self._window(start, wanted) for start in range(0, limit, length))
 
     def _check_length(self, length: int) -> None:
         if not 1 <= length < self.total:

@@ -5,11 +5,13 @@
 - `exchange`: messages in flight while the caller computes
 - `ring`: the blocks, merged; their gradients, returned
 - `attention`, `shard`, `gather`: the calls
+- `context`: what a model needs of them
 """
 
 from scaleinv.distributed.attention import attention
 from scaleinv.distributed.collect import gather, shard
+from scaleinv.distributed.context import Context
 from scaleinv.distributed.exchange import Traffic, counted
 from scaleinv.distributed.layout import Split
 
-__all__ = ["Split", "Traffic", "attention", "counted", "gather", "shard"]
+__all__ = ["Context", "Split", "Traffic", "attention", "counted", "gather", "shard"]

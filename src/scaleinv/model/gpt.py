@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from scaleinv.distributed.context import Context
 from scaleinv.methods import Method, trained_as
 from scaleinv.model.cache import KVCache
 from scaleinv.model.config import GPTConfig
@@ -33,6 +34,8 @@ class GPT(nn.Module):
         self.config = config
         self.backend = "auto"
         """Attention backend, as in `scaleinv.attention`."""
+        self.context: Context | None = None
+        """Ranks that share each sequence: every rank then runs its part of it (context parallelism)."""
         self.method = config.sized_method().encoding
         """The method's name and rotary. Each layer has a logit transform of its own: ``blocks[i].attention.logits``."""
         self.embedding = nn.Embedding(config.vocab_size, config.width)
@@ -83,12 +86,15 @@ class GPT(nn.Module):
             tokens = self._with_past(tokens, cache, context_length)
             start, context_length = cache.length, cache.context_length or context_length
         length = start + tokens.shape[1]
-        rotary = self.method.rotary_for(max(length, context_length or 0))
         positions = torch.arange(start, length, device=tokens.device)
+        if self.context is not None:
+            length *= self.context.ranks
+            positions = self.context.positions(tokens.shape[1], tokens.device)
+        rotary = self.method.rotary_for(max(length, context_length or 0))
         turn = None if isinstance(rotary, NoPE) else rotary.cos_sin(positions)
         x = norm(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x, turn, cache, document_ids, key_mask, self.backend)
+            x = block(x, turn, cache, document_ids, key_mask, self.backend, self.context)
         if cache is not None:
             cache.length = length
         return norm(x[:, -asked:])
@@ -144,6 +150,10 @@ class GPT(nn.Module):
             raise ValueError("tokens must hold at least one token, got an empty text")
         if document_ids is not None and cache is not None:
             raise ValueError("document_ids cannot be used with a cache")
+        if self.context is not None and cache is not None:
+            raise ValueError("a cache cannot be used while several ranks share the sequence (model.context)")
+        if self.context is not None and self.method.infini:
+            raise ValueError("Infini-attention cannot share a sequence over several ranks: its memory is sequential")
         for name, mask in (("document_ids", document_ids), ("key_mask", key_mask)):
             if mask is not None and self.method.infini:
                 raise ValueError(f"{name} cannot be used with Infini-attention: its memory takes in the whole window")
@@ -167,8 +177,9 @@ class Block(nn.Module):
         document_ids: Tensor | None,
         key_mask: Tensor | None,
         backend: str,
+        context: Context | None,
     ) -> Tensor:
-        x = x + self.attention(norm(x), turn, cache, document_ids, key_mask, backend)
+        x = x + self.attention(norm(x), turn, cache, document_ids, key_mask, backend, context)
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
@@ -196,6 +207,7 @@ class Attention(nn.Module):
         document_ids: Tensor | None,
         key_mask: Tensor | None,
         backend: str,
+        context: Context | None,
     ) -> Tensor:
         query, key, value = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
@@ -217,6 +229,9 @@ class Attention(nn.Module):
             )
             if cache is not None:
                 cache.infini[self.layer] = state
+        elif context is not None:
+            options = {"document_ids": document_ids, "key_mask": key_mask, "backend": backend}
+            out = context.attention(*rotated, value, self.logits, **options)
         else:
             query, key = rotated
             start = 0

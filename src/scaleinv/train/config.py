@@ -87,6 +87,12 @@ class TrainConfig:
     )
 
     device: str = setting("auto", "auto, cpu or cuda", group="machine", resume=True)
+    context_parallel: int = setting(
+        1, "ranks that share each sequence (context parallelism)", group="machine", least=1, resume=True
+    )
+    context_layout: Literal["zigzag", "contiguous"] = setting(
+        "zigzag", "how they share it: zigzag balances causal work", group="machine", resume=True
+    )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "how torchrun's ranks share the model", group="machine", resume=True
     )

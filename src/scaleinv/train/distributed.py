@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
+
+from scaleinv.data import document_ids
+from scaleinv.distributed import Context
+from scaleinv.distributed.layout import Layout
+
+TIMEOUT = datetime.timedelta(minutes=10)
+"""How long a rank waits for another before it gives up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +32,36 @@ class World:
     rank: int
     size: int
     device: torch.device
+    context: Context | None = None
+    """The ranks that share each sequence with this one; None where each rank has sequences of its own."""
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks have sequences of their own."""
+        return self.size if self.context is None else self.size // self.context.ranks
+
+    @property
+    def group(self) -> int:
+        """This rank's group. Neighbours share a sequence."""
+        return self.rank if self.context is None else self.rank // self.context.ranks
+
+    def runs(self, length: int) -> list[tuple[int, int]] | None:
+        """The parts of a sequence that this rank holds, as (start, length); None for all of it."""
+        if self.context is None:
+            return None
+        segments = self.context.split(length).segments(self.context.rank)
+        return [(segment.start, segment.length) for segment in segments]
+
+    def positions(self, length: int) -> Tensor:
+        """The positions of a sequence that this rank holds."""
+        whole = torch.arange(length, device=self.device)
+        return whole if self.context is None else self.context.split(length).take(whole, self.context.rank, 0)
+
+    def document_ids(self, tokens: Tensor, end_of_text: int) -> Tensor:
+        """`scaleinv.data.document_ids`, where other ranks may hold the beginning of the sequence."""
+        if self.context is None:
+            return document_ids(tokens, end_of_text)
+        return self.context.cumulative_sum((tokens == end_of_text).to(torch.int32))
 
     @property
     def first(self) -> bool:
@@ -71,8 +110,13 @@ class World:
 
 
 @contextlib.contextmanager
-def world(device: str = "auto") -> Iterator[World]:
-    """Join the other processes where torchrun started several, and leave them at the end."""
+def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zigzag") -> Iterator[World]:
+    """Join the other processes where torchrun started several, and leave them at the end.
+
+    Args:
+        context_parallel: how many ranks share each sequence; it must divide their number.
+        layout: how they share it, see `scaleinv.distributed.layout`.
+    """
     size, rank, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
@@ -84,13 +128,23 @@ def world(device: str = "auto") -> Iterator[World]:
     )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    if size % context_parallel:
+        raise ValueError(
+            f"context_parallel must divide the number of ranks, got {context_parallel} and {size} "
+            "(torchrun --nproc-per-node starts several)"
+        )
     started = size > 1 and not dist.is_initialized()
     if started:
         board, rank, size = next(rendezvous("env://"))
         backend = "nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=board, rank=rank, world_size=size)
+        dist.init_process_group(backend, store=board, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
-        yield World(rank, size, chosen)
+        context = None
+        if context_parallel > 1:
+            shape = (size // context_parallel, context_parallel)
+            mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=("data", "context"))
+            context = Context(mesh["context"], layout)
+        yield World(rank, size, chosen, context)
         if started:
             # Gloo can fail a rank in its last collective when another has hung up: wait for all to be out of it.
             board.set(f"out of the last collective: {rank}", "")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.constants import TAU
-from scaleinv.data import document_ids
 from scaleinv.files import locked, remove_leftovers
 from scaleinv.logits import ScaleInvariant
 from scaleinv.model import GPT
@@ -58,7 +57,7 @@ def run(config: TrainConfig, *, resume: bool = False, progress: Callable[[str], 
     config = copy.deepcopy(config)  # the run fills in the vocabulary
     if not resume:
         _check_method(config)
-    with world(config.device) as here, contextlib.ExitStack() as stack:
+    with world(config.device, config.context_parallel, config.context_layout) as here, contextlib.ExitStack() as stack:
         return _Run(config, here, progress if here.first else lambda text: None).go(resume, stack)
 
 
@@ -73,8 +72,11 @@ def _check_method(config: TrainConfig) -> None:
 
 class _Run:
     def __init__(self, config: TrainConfig, here: World, progress: Callable[[str], None]) -> None:
-        if config.sequences % here.size:
-            raise ValueError(f"batch_tokens makes {config.sequences} sequences, which {here.size} ranks cannot share")
+        if config.sequences % here.groups:
+            ranks = f"{here.groups} ranks" if here.context is None else f"{here.groups} groups of ranks"
+            raise ValueError(f"batch_tokens makes {config.sequences} sequences, which {ranks} cannot share")
+        for length in (config.model.train_length, *config.validation_lengths().values()):
+            here.runs(length)  # a length that the ranks cannot share raises now
         self.config, self.here, self.progress = config, here, progress
         self.folder = Path(config.out)
         self.checkpoints = self.folder / store.CHECKPOINTS
@@ -134,6 +136,7 @@ class _Run:
         config, here = self.config, self.here
         torch.manual_seed(config.seed)
         model = GPT(config.model).to(here.device)
+        model.context = here.context
         if config.parallel == "fsdp":
             shard(model, here, model.blocks)
         self.optimizers = optim.build_optimizers(model, config)
@@ -177,6 +180,8 @@ class _Run:
         with precision(here.device):
             backend = which_backend(probe, probe, probe, detail=True)
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
+        if here.context is not None:
+            ranks += f", {here.context.ranks} to a sequence ({here.context.layout})"
         self.progress(f"{config.model.method}: {self.model.count_parameters():,} parameters on {here.device}{ranks}")
         self.progress(f"attention backend {backend}; {torch.get_num_threads()} threads")
         self.progress(f"data {self.corpus.description}")
@@ -218,12 +223,19 @@ class _Run:
         config, here = self.config, self.here
         length = config.model.train_length
         inputs, targets = self.corpus.train.batch(
-            step, config.sequences, length, rank=here.rank, world=here.size, order=config.order, seed=config.seed
+            step,
+            config.sequences,
+            length,
+            rank=here.group,
+            world=here.groups,
+            order=config.order,
+            seed=config.seed,
+            runs=here.runs(length),
         )
         total = torch.zeros((), device=here.device)
         parts = micro_batches(inputs, targets, device=here.device, tokens=config.micro_tokens)
         for number, (x, y) in enumerate(parts):
-            ids = document_ids(x, self.corpus.train.end_of_text) if config.document_masks else None
+            ids = here.document_ids(x, self.corpus.train.end_of_text) if config.document_masks else None
             with accumulating(self.forward, last=number == len(parts) - 1):
                 with precision(here.device):
                     loss = self.forward(x, y, document_ids=ids).sum() / inputs.numel()

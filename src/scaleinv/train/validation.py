@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from scaleinv.data import TokenData, document_ids
+from scaleinv.data import TokenData
 from scaleinv.train.distributed import World
 from scaleinv.train.passes import precision
 
@@ -86,27 +86,28 @@ def loss_at_length(
     if count < 1 or tokens % length:
         raise ValueError(f"tokens must be a positive multiple of length {length}, got {tokens}")
     batch = max(1, WINDOW_TOKENS // length)
-    stream = data.windows(length, tokens)
+    runs, positions = here.runs(length), here.positions(length)
+    stream = data.windows(length, tokens, runs)
     edges = [0, *(1 << power for power in range((length - 1).bit_length())), length]
     means = torch.zeros(count, dtype=torch.float64, device=here.device)
     places = torch.zeros(length, dtype=torch.float64, device=here.device)
     was_training = model.training
     model.eval()
-    # Every rank takes every size-th batch, and all take equally many: under FSDP a forward needs all ranks.
+    # Ranks take turns, and all take equally many batches: under FSDP a forward needs all ranks.
     batches = math.ceil(count / batch)
-    idle = [next(data.windows(length, tokens))]  # for a rank whose turn finds no window left
-    for number in range(math.ceil(batches / here.size) * here.size):
+    idle = [next(data.windows(length, tokens, runs))]  # for a rank whose turn finds no window left
+    for number in range(math.ceil(batches / here.groups) * here.groups):
         start = number * batch
         pairs = [next(stream) for _ in range(min(batch, max(count - start, 0)))]
-        if number % here.size != here.rank:
+        if number % here.groups != here.group:
             continue
         counted = len(pairs)
         inputs, targets = (torch.stack(x).to(here.device) for x in zip(*(pairs or idle), strict=True))
-        ids = document_ids(inputs, data.end_of_text) if document_masks else None
+        ids = here.document_ids(inputs, data.end_of_text) if document_masks else None
         with precision(here.device):
             losses = model(inputs, targets, document_ids=ids)[:counted].to(torch.float64)
-        means[start : start + counted] = losses.mean(dim=1)
-        places += losses.sum(dim=0)
+        means[start : start + counted] = losses.sum(dim=1) / length
+        places[positions] += losses.sum(dim=0)
         if progress is not None:
             progress(min(start + batch, count), count)
     model.train(was_training)

@@ -1,0 +1,62 @@
+"""Ranks that share each sequence train the model that one process trains."""
+
+import dataclasses
+
+import pytest
+from run_files import finish, losses
+
+from scaleinv import train
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        pytest.param(2, {"document_masks": True}, id="2 ranks, packed documents"),
+        pytest.param(3, {"context_layout": "contiguous"}, id="3 ranks, contiguous", marks=pytest.mark.slow),
+        pytest.param(4, {"parallel": "fsdp"}, id="2 x 2 ranks, fsdp", marks=pytest.mark.slow),
+        pytest.param(4, {"micro_tokens": 32}, id="2 x 2 ranks, ddp, accumulated", marks=pytest.mark.slow),
+    ],
+)
+def test_ten_steps_equal_one_process(tiny, start, tmp_path, ranks, changes):
+    method = "scale-invariant-rope" if ranks == 3 else "logn+p-rope"
+    alone = tiny(method, out=str(tmp_path / "alone"), steps=10, val_every=5, val_lengths="1x,4x")
+    alone.model.train_length = 48  # 2, 3 and 4 divide it
+    alone.model.learnable_tau = ranks == 3
+    alone = dataclasses.replace(alone, batch_tokens=192, document_masks=changes.get("document_masks", False))
+    shared = dataclasses.replace(
+        alone, out=str(tmp_path / "shared"), context_parallel=3 if ranks == 3 else 2, **changes
+    )
+    train.run(alone)
+    output = finish(start(shared, ranks=ranks))
+    assert f"{shared.context_parallel} to a sequence ({shared.context_layout})" in output
+    assert losses(shared.out) == pytest.approx(losses(alone.out), rel=1e-5)
+    ours, theirs = (train.store.read_metrics(folder)[-1]["validation"] for folder in (shared.out, alone.out))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_layouts_and_numbers_of_ranks(tiny, start, tmp_path):
+    reference = tiny(out=str(tmp_path / "reference"), steps=8, decay=0.0)
+    train.run(reference)
+    moving = dataclasses.replace(reference, out=str(tmp_path / "moving"))
+    for stop, ranks, layout in ((2, 4, "contiguous"), (4, 1, "zigzag"), (6, 2, "zigzag"), (8, 4, "zigzag")):
+        config = dataclasses.replace(moving, steps=stop, context_parallel=ranks, context_layout=layout)
+        finish(start(config, ranks=ranks, resume=stop > 2))
+    assert losses(moving.out) == pytest.approx(losses(reference.out), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "length", "shared", "message"),
+    [
+        pytest.param(1, 32, 2, "context_parallel must divide the number of ranks, got 2 and 1", id="too few ranks"),
+        pytest.param(2, 33, 2, "33 tokens do not divide by 2", id="odd length", marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_that_cannot_be_shared_are_refused(tiny, start, ranks, length, shared, message):
+    config = tiny()
+    config.model.train_length = length
+    config = dataclasses.replace(config, batch_tokens=4 * length, context_parallel=shared)
+    process = start(config, ranks=ranks)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert message in output
