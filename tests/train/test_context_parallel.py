@@ -1,11 +1,13 @@
 """Ranks that share each sequence train the model that one process trains."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from run_files import finish, losses
 
 from scaleinv import train
+from scaleinv.train.logs import read_metrics
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_ten_steps_equal_one_process(tiny, start, tmp_path, ranks, changes):
     output = finish(start(shared, ranks=ranks))
     assert f"{shared.context_parallel} to a sequence ({shared.context_layout})" in output
     assert losses(shared.out) == pytest.approx(losses(alone.out), rel=1e-5)
-    ours, theirs = (train.store.read_metrics(folder)[-1]["validation"] for folder in (shared.out, alone.out))
+    ours, theirs = (read_metrics(Path(folder))[-1]["validation"] for folder in (shared.out, alone.out))
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 

@@ -15,7 +15,7 @@ from scaleinv.distributed.plan import Plan
 from scaleinv.distributed.ring import Ring, RingAttention
 from scaleinv.logits import LogitTransform
 from scaleinv.ops import registry
-from scaleinv.ops.call import _DTYPES, Call, _query_gain, checked
+from scaleinv.ops.call import DTYPES, Call, checked, query_gain_of
 from scaleinv.ops.masks import Geometry
 from scaleinv.ops.operator import ENGINES
 
@@ -128,7 +128,7 @@ def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None,
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     values = {f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)}
     values |= {
-        "query's dtype": _DTYPES.index(call.query.dtype),
+        "query's dtype": DTYPES.index(call.query.dtype),
         "causal": int(causal),
         "window": window or 0,
         "layout": LAYOUTS.index(layout),
@@ -153,7 +153,7 @@ def _engine(backend: str, call: Call) -> str:
 def _with_gain(call: Call, plan: Plan, whole: Geometry, rank: int) -> Tensor:
     """The query times LogN's factor, which counts the keys of the whole sequence."""
     spread = dataclasses.replace(call, geometry=whole, document_ids=plan.document_ids, key_mask=plan.key_mask)
-    gain = _query_gain(spread)
+    gain = query_gain_of(spread)
     if gain is None:
         return call.query
     return call.query.to(gain.dtype) * plan.split.take(gain, rank, dim=2)[..., None]

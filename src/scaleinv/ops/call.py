@@ -29,7 +29,7 @@ from scaleinv.logits import LogitTransform, ScaleInvariant
 from scaleinv.ops.masks import Geometry, query_documents, visible_counts
 from scaleinv.ops.precision import autocast
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT = ScaleInvariant()
 
 
@@ -156,7 +156,7 @@ def checked(
     call = Call(
         query, key, value, logits, geometry, _scale(scale, query.shape[3]), document_ids, key_mask, None, return_lse
     )
-    gain = _query_gain(call)
+    gain = query_gain_of(call)
     return call if gain is None else dataclasses.replace(call, query_gain=gain)
 
 
@@ -166,7 +166,7 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"{name} must have shape [batch, heads, length, head dim], got {tuple(x.shape)}")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if x.dtype != query.dtype:
             raise TypeError(f"{name} must have query's dtype {query.dtype}, got {x.dtype}")
@@ -249,7 +249,7 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _query_gain(call: Call) -> Tensor | None:
+def query_gain_of(call: Call) -> Tensor | None:
     """c_h(i) in the dtype of the logits; None where it is 1."""
     geometry = call.geometry
     gain = call.logits.gain_of_queries(
