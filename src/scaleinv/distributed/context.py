@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +38,28 @@ class Context:
         """The positions of this rank's ``part`` tokens in the whole sequence, int64 ``[part]``."""
         return self.split(part * self.ranks).positions(self.rank, device)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, logits: LogitTransform, **options: Any) -> Tensor:
-        """`scaleinv.distributed.attention` over these ranks."""
-        return attention(query, key, value, logits, mesh=self.mesh, layout=self.layout, **options)
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        logits: LogitTransform,
+        document_ids: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """Causal `scaleinv.distributed.attention` over these ranks."""
+        return attention(
+            query,
+            key,
+            value,
+            logits,
+            mesh=self.mesh,
+            layout=self.layout,
+            document_ids=document_ids,
+            key_mask=key_mask,
+            backend=backend,
+        )
 
     def cumulative_sum(self, x: Tensor) -> Tensor:
         """Running sums along the whole sequence, of which ``x [B, n]`` is this rank's part; the same part of them."""

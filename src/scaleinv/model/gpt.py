@@ -230,8 +230,7 @@ class Attention(nn.Module):
             if cache is not None:
                 cache.infini[self.layer] = state
         elif context is not None:
-            options = {"document_ids": document_ids, "key_mask": key_mask, "backend": backend}
-            out = context.attention(*rotated, value, self.logits, **options)
+            out = context.attention(*rotated, value, self.logits, document_ids, key_mask, backend)
         else:
             query, key = rotated
             start = 0
