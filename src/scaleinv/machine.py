@@ -1,10 +1,15 @@
-"""The machine we run on: the CPU's name, and the user's cache folder."""
+"""The machine we run on: the CPU's name, the user's cache folder, and devices by name."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def cpu_name() -> str:
@@ -23,3 +28,17 @@ def cache_folder() -> Path:
     RuntimeError where the user has no home.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleinv"
+
+
+def find_device(name: str) -> torch.device:
+    """The device that a name stands for, a GPU where there is one for "auto"; ValueError where it is not to be had."""
+    import torch
+
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", str(name)) is None:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if available else "cpu"
+    if name != "cpu" and int(name[5:] or 0) >= available:
+        raise ValueError(f"device {name} is not here: torch finds {available or 'no'} CUDA devices; use cpu")
+    return torch.device(name)

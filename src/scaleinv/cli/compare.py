@@ -21,8 +21,9 @@ _OWN = (
     Setting("jobs", int, unset="one for each core, or one on a GPU", least=1, help="processes at once"),
     Setting("report", bool, default=True, help="write report.html"),
 )
-_SHARED = ("preset", "data", "val_data", "tokenizer", "order", "steps", "train_length", "device")
-KNOWN = {setting.name: setting for setting in _OWN} | {name: RUN[name] for name in _SHARED}
+_CHOSEN = ("method", "seed", "tau")
+"""Settings of a training that the comparison chooses for each model."""
+KNOWN = {name: one for name, one in RUN.items() if name not in _CHOSEN} | {setting.name: setting for setting in _OWN}
 """The settings of a comparison: its own, and those of every training."""
 
 
@@ -36,7 +37,7 @@ def add(commands: Any) -> None:
         "scaleinv compare --methods rope,alibi --steps 400 --lr-matrices 0.01 --out results/slow",
         "scaleinv compare --config compare.toml --out results/again",
     )
-    add_options(parser, KNOWN, {"data": "sotu"})
+    add_options(parser, KNOWN, {"data": "sotu", "keep": "1", "val_lengths": "none"})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,24 +48,28 @@ def run(options: argparse.Namespace) -> int:
     plan: dict[str, Any] = {"methods": [names] if names == "all" else method_names(names)}
     plan["lengths"] = length_labels(values.pop("lengths", "1x,4x,16x"))
     plan["tau"] = _sweep(values.pop("sweep", None))
-    plan["device"] = device(values.pop("device", "auto"))
+    plan |= {name: values.pop(name) for name in ("out", "preset", "seeds", "tokens", "jobs") if name in values}
+    device(values.get("device", "auto"))
     report = values.pop("report", True)
 
     import shlex
 
     from scaleinv.eval.compare import Comparison, Stopped, compare
-    from scaleinv.progress import terminal
+    from scaleinv.plots import style
+    from scaleinv.progress import Terminal
     from scaleinv.reports.comparison import terminal_table, write_report
 
+    if report:
+        style.require()
     command = shlex.join(["scaleinv", *sys.argv[1:]])
     try:
-        summary = compare(Comparison(**plan, **values, command=command), terminal)
+        summary = compare(Comparison(**plan, train=values, command=command), Terminal(every=30))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return 128 + stopped.signal
     print(terminal_table(summary))
     if report:
-        print(f"report: {write_report(values['out']).resolve()}")
+        print(f"report: {write_report(plan['out']).resolve()}")
     return 0
 
 

@@ -32,12 +32,11 @@ def run(options: argparse.Namespace) -> None:
     from scaleinv.eval.loss import TOKENS, evaluate
     from scaleinv.progress import terminal
 
-    rows = options.methods
     out = options.out or options.run_folder / "evaluations"
     results = evaluate(
         options.run_folder,
         options.lengths,
-        rows=rows,
+        methods=options.methods,
         tokens=TOKENS if options.tokens is None else options.tokens,
         step=options.step,
         device=where,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scaleinv import methods
-from scaleinv.files import write_text
+from scaleinv.eval.summary import mapping, number
+from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.lengths import parse
-from scaleinv.progress import Report
-from scaleinv.train.store import load_model, run_corpus, weights_digest
+from scaleinv.machine import find_device
+from scaleinv.methods import trained_as
+from scaleinv.progress import Progress, Report, silent
+from scaleinv.train.store import check_writable, load_model, read_config, run_corpus, weights_digest
 from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
 
 TOKENS = 524_288
@@ -21,12 +22,12 @@ TOKENS = 524_288
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A row's losses by length; lengths are labelled as they were asked for ("4x", or tokens)."""
+    """A method's losses by length; lengths are labelled as they were asked for ("4x", or tokens)."""
 
-    row: str
+    method: str
     seed: int
     model: str
-    """The row the model was trained as."""
+    """The method the model was trained as."""
     train_length: int
     step: int | None
     """Of the checkpoint; None for the run's newest weights."""
@@ -37,73 +38,131 @@ class Evaluation:
     lengths: dict[str, LengthLoss]
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        return {"row": values.pop("method"), **values}
 
     def path(self, folder: Path) -> Path:
-        """``<row>-seed<n>.json``, of a checkpoint ``<row>-seed<n>-step<n>.json``."""
+        """``<method>-seed<n>.json``, of a checkpoint ``<method>-seed<n>-step<n>.json``."""
         checkpoint = "" if self.step is None else f"-step{self.step}"
-        return folder / f"{self.row}-seed{self.seed}{checkpoint}.json"
+        return folder / f"{self.method}-seed{self.seed}{checkpoint}.json"
 
     def save(self, folder: Path) -> Path:
-        """Write the file, or enter these lengths in it if it is of the same model."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write the file, or enter these lengths in it if it is of the same model. A damaged one is replaced."""
         path = self.path(folder)
-        values = self.to_json()
-        earlier = json.loads(path.read_text()) if path.exists() else {}
-        if all(earlier.get(name) == values[name] for name in values if name != "lengths"):
-            values["lengths"] = {**earlier["lengths"], **values["lengths"]}
-        write_text(path, json.dumps(values, indent=1))
+        try:
+            earlier = read_evaluation(path)
+        except UnreadableFile:
+            earlier = None
+        whole = self
+        if earlier is not None and dataclasses.replace(earlier, lengths=self.lengths) == self:
+            whole = dataclasses.replace(self, lengths={**earlier.lengths, **self.lengths})
+        write_json(path, whole.to_json())
         return path
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """Read and check the file of an evaluation."""
+    values = read_object(path)
+    try:
+        found = mapping(values.get("lengths"), "lengths")
+        lengths = {label: _length_loss(at, f"lengths.{label}") for label, at in found.items()}
+        method, model, weights = (values.get(name) for name in ("row", "model", "weights"))
+        seed, train_length, tokens, step = (values.get(name) for name in ("seed", "train_length", "tokens", "step"))
+        for name, value, kind in (
+            ("row", method, str),
+            ("model", model, str),
+            ("weights", weights, str | None),
+            ("seed", seed, int),
+            ("train_length", train_length, int),
+            ("tokens", tokens, int),
+            ("step", step, int | None),
+        ):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} cannot be {value!r:.60}")
+        return Evaluation(method, seed, model, train_length, step, weights, tokens, lengths)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UnreadableFile(path, f"is not an evaluation: {error}", "`scaleinv evaluate` makes it again") from error
+
+
+def _length_loss(data: Any, where: str) -> LengthLoss:
+    data = mapping(data, where)
+    length, mean, windows = (number(data, name, where) for name in ("length", "mean", "windows"))
+    positions = data.get("positions")
+    if not isinstance(positions, list) or any(not isinstance(x, list) or len(x) != 3 for x in positions):
+        raise ValueError(f"{where}: positions must be a list of [first, past the last, loss], got {positions!r:.60}")
+    named = [dict(zip(("first", "past the last", "loss"), x, strict=True)) for x in positions]
+    ranges = [tuple(number(x, name, where) for name in x) for x in named]
+    return LengthLoss(
+        int(length),
+        mean,
+        number(data, "stderr", where, optional=True),
+        int(windows),
+        [(int(low), int(high), loss) for low, high, loss in ranges],
+    )
 
 
 def evaluate(
     run: Path | str,
     lengths: str = "1x,4x,16x",
     *,
-    rows: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
     tokens: int = TOKENS,
     step: int | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     out: Path | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> list[Evaluation]:
-    """Loss of a run by length, for the row it was trained as or for others that its model serves.
+    """Loss of a run by length, for the method it was trained as or for others that its model serves.
 
     Args:
-        rows: for a RoPE-trained model also "rope+ntk" or "yarn"; None for its own.
+        methods: for a RoPE-trained model also "rope+ntk" or "yarn"; None for its own.
         tokens: at most so many of the held-out tokens, rounded down so that every length divides them.
         step: a checkpoint by its step; None for the newest weights.
-        out: a folder, where each row is saved as soon as it is done.
+        device: "auto" for a GPU where there is one.
+        out: a folder, where each method is saved as soon as it is done.
         progress: takes lines of text.
     """
     if tokens < 1:
         raise ValueError(f"tokens must be positive, got {tokens}")
     run = Path(run)
-    model, config = load_model(run, device, step)
-    weights = weights_digest(run) if step is None else None
+    config, _ = read_config(run)
+    methods = list(methods or [config.model.method])
+    model_method = trained_as(config.model.method)
+    for method in methods:
+        if trained_as(method) != model_method:
+            raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
     named = parse(lengths, config.model.train_length)
+    model, _ = load_model(run, find_device(device), step)
+    weights = weights_digest(run) if step is None else None
     data = run_corpus(config).val
     count = usable_tokens(data.total, tokens, list(named.values()))
-    trained_as = methods.trained_as(config.model.method)
+    if out is not None:
+        check_writable(out)
     results = []
-    for row in rows or [config.model.method]:
-        model.use_method(row)
+    for method in methods:
+        model.use_method(method)
         found = {}
         for label, length in named.items():
 
-            def show(done: int, total: int, row: str = row, label: str = label) -> None:
-                text = f"{row} at {label}: {done}/{total} windows"
-                progress(Report(text, passing=True, kind="windows", method=row, length=label, done=done, total=total))
+            def show(done: int, total: int, method: str = method, label: str = label) -> None:
+                text = f"{method} at {label}: {done}/{total} windows"
+                progress(
+                    Report(text, passing=True, kind="windows", method=method, length=label, done=done, total=total)
+                )
 
             found[label] = loss_at_length(
                 model, data, length, count // length * length, document_masks=config.document_masks, progress=show
             )
-            spread = found[label].stderr
-            error = f" ± {spread:.4f}" if spread is not None else ""
-            progress(f"{row} at {label} ({length:,} tokens): {found[label].mean:.4f}{error}")
+            progress(_evaluated(method, label, found[label]))
         results.append(
-            Evaluation(row, config.seed, trained_as, config.model.train_length, step, weights, tokens, found)
+            Evaluation(method, config.seed, model_method, config.model.train_length, step, weights, tokens, found)
         )
         if out is not None:
             results[-1].save(out)
     return results
+
+
+def _evaluated(method: str, label: str, found: LengthLoss) -> Report:
+    error = f" ± {found.stderr:.4f}" if found.stderr is not None else ""
+    text = f"{method} at {label} ({found.length:,} tokens): {found.mean:.4f}{error}"
+    return Report(text, kind="evaluated", method=method, length=label, mean=found.mean, stderr=found.stderr)

@@ -83,13 +83,20 @@ def look(method: str) -> Look:
     return found
 
 
+def require() -> None:
+    """ImportError that says what to install where matplotlib is missing: to be found before long work, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'scaleinv[plots]'") from error
+
+
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
     """The look, for figures made and saved inside; matplotlib's settings are as before afterwards."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'scaleinv[plots]'") from error
+    require()
+    import matplotlib
+
     with matplotlib.rc_context(RC):
         yield
 

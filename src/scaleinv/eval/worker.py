@@ -1,0 +1,96 @@
+"""A worker of a comparison: trains a model and evaluates it, in a process of its own.
+
+``python -m scaleinv.eval.worker`` reads a `Work` as JSON from its standard input, and writes records to its standard
+output, a JSON object a line: ``{"kind": "step", "step": 10, "steps": 400, "loss": 2.1, …}``. The kinds are those of
+`scaleinv.progress.Report`, "line" for any other line of progress, and "error" with a "message". What else is printed
+goes to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scaleinv.eval.loss import evaluate
+from scaleinv.progress import Report
+from scaleinv.train import TrainConfig, run
+
+COMMAND = (sys.executable, "-m", "scaleinv.eval.worker")
+MISTAKES = (ValueError, TypeError, RuntimeError, OSError, ImportError)
+"""Errors whose message says enough; others come with their traceback."""
+
+Send = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a worker does: it trains unless ``train`` is None, then evaluates unless there are no methods."""
+
+    run: str
+    train: TrainConfig | None
+    resume: bool
+    methods: tuple[str, ...]
+    lengths: str
+    tokens: int
+    device: str
+    out: str
+    """Where the evaluations go."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Work:
+        values = json.loads(text)
+        train = None if values["train"] is None else TrainConfig.from_json(values["train"])
+        return Work(**{**values, "train": train, "methods": tuple(values["methods"])})
+
+
+def do(work: Work, send: Send) -> int:
+    """Do the work; returns the exit code, 128 + n where signal n ended it."""
+
+    def progress(line: str) -> None:
+        send(line.record if isinstance(line, Report) else {"kind": "line", "text": line})
+
+    if work.train is not None:
+        result = run(work.train, resume=work.resume, progress=progress)
+        if not result.finished:
+            return 128 + (result.signal or 15)
+    if work.methods:
+        evaluate(
+            work.run,
+            work.lengths,
+            methods=work.methods,
+            tokens=work.tokens,
+            device=work.device,
+            out=Path(work.out),
+            progress=progress,
+        )
+    return 0
+
+
+def main() -> int:
+    # The records keep the standard output for themselves: what a library prints joins the standard error.
+    records = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def send(record: dict[str, Any]) -> None:
+        records.write(json.dumps(record) + "\n")
+        records.flush()  # BrokenPipeError if the comparison is gone: then this ends too
+
+    try:
+        return do(Work.from_json(sys.stdin.read()), send)
+    except BrokenPipeError:
+        return 1
+    except MISTAKES as error:
+        send({"kind": "error", "message": str(error)})
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
