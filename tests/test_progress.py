@@ -35,6 +35,15 @@ def test_passing_lines_replace_each_other_on_a_terminal(monkeypatch):
     assert screen.getvalue() == "\r\033[Kstep 1\r\033[Kstep 2\r\033[Kdone\n"
 
 
+def test_a_passing_line_fits_the_terminal(monkeypatch):
+    screen = Screen(tty=True)
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "5")
+    Terminal()(Report("0123456789", passing=True, kind="step"))
+    Terminal()("0123456789")
+    assert screen.getvalue() == "\r\033[K0123\r\033[K0123456789\n"
+
+
 @pytest.mark.parametrize(("every", "shown"), [(0, [1, 2, 3, 4]), (2, [1, 3])])
 def test_a_file_gets_plain_lines_at_a_rate(monkeypatch, every, shown):
     screen = Screen(tty=False)

@@ -6,6 +6,7 @@ also holds what it says as data, for a caller that is a program.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -54,7 +55,8 @@ class Terminal:
     def __call__(self, line: str) -> None:
         passing = isinstance(line, Report) and line.passing
         if sys.stdout.isatty():
-            sys.stdout.write(f"\r\033[K{line}{'' if passing else chr(10)}")
+            width = shutil.get_terminal_size().columns - 1  # a longer line would break, and stay
+            sys.stdout.write(f"\r\033[K{line[:width]}" if passing else f"\r\033[K{line}\n")
         elif not passing:
             sys.stdout.write(f"{line}\n")
         elif time.monotonic() - self.last >= self.every:

@@ -34,7 +34,7 @@ from scaleinv.eval.summary import (
     write_summary,
     write_sweep,
 )
-from scaleinv.eval.worker import Work
+from scaleinv.eval.work import Work
 from scaleinv.eval.workers import Workers
 from scaleinv.files import write_text
 from scaleinv.machine import cpu_name, find_device

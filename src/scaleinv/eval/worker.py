@@ -8,47 +8,19 @@ goes to standard error.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from scaleinv.eval.loss import evaluate
+from scaleinv.eval.work import Send, Work
 from scaleinv.progress import Report
-from scaleinv.train import TrainConfig, run
+from scaleinv.train import run
 
-COMMAND = (sys.executable, "-m", "scaleinv.eval.worker")
 MISTAKES = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 """Errors whose message says enough; others come with their traceback."""
-
-Send = Callable[[dict[str, Any]], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What a worker does: it trains unless ``train`` is None, then evaluates unless there are no methods."""
-
-    run: str
-    train: TrainConfig | None
-    resume: bool
-    methods: tuple[str, ...]
-    lengths: str
-    tokens: int
-    device: str
-    out: str
-    """Where the evaluations go."""
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Work:
-        values = json.loads(text)
-        train = None if values["train"] is None else TrainConfig.from_json(values["train"])
-        return Work(**{**values, "train": train, "methods": tuple(values["methods"])})
 
 
 def do(work: Work, send: Send) -> int:
@@ -58,7 +30,7 @@ def do(work: Work, send: Send) -> int:
         send(line.record if isinstance(line, Report) else {"kind": "line", "text": line})
 
     if work.train is not None:
-        result = run(work.train, resume=work.resume, progress=progress)
+        result = run(work.train, resume=work.resume, say=progress)
         if not result.finished:
             return 128 + (result.signal or 15)
     if work.methods:

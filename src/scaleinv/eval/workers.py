@@ -6,11 +6,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from typing import Any
 
-from scaleinv.eval.worker import COMMAND, Send, Work
+from scaleinv.eval.work import Send, Work
+
+COMMAND = (sys.executable, "-m", "scaleinv.eval.worker")
 
 
 class Workers:

@@ -1,0 +1,78 @@
+import dataclasses
+
+import pytest
+
+from scaleinv.eval import board as module
+from scaleinv.eval.board import Board
+
+
+@pytest.fixture
+def now(monkeypatch):
+    time = {"now": 0.0}
+    monkeypatch.setattr(module.time, "monotonic", lambda: time["now"])
+    return time
+
+
+def step(number: int, loss: float = 2.0) -> dict:
+    return {"kind": "step", "step": number, "steps": 100, "loss": loss}
+
+
+def windows(done: int, method: str = "rope") -> dict:
+    return {"kind": "windows", "method": method, "length": "1x", "done": done, "total": 4}
+
+
+@pytest.fixture
+def plan(plan):
+    return dataclasses.replace(plan, train={**plan.train, "steps": 100, "batch_tokens": 64})
+
+
+def test_one_line_tells_every_model_and_the_time_left(plan, now):
+    jobs = plan.all_jobs()
+    lines = []
+    board = Board(plan, jobs, lines.append)
+    board.receive(jobs[0], step(10))
+    assert lines[-1] == "0 of 2 models: rope-seed0 step 10/100 loss 2.000"
+    now["now"] = 10
+    board.receive(jobs[0], step(20, 1.5))
+    # 10 steps took 10 s; 80 and 100 are left, and 4 evaluations of 1,024 tokens each, a step being 3 × 64 tokens
+    left = 80 + 100 + 2 * 4 * 1024 / (3 * 64)
+    assert lines[-1].record["seconds_left"] == pytest.approx(left)
+    board.receive(jobs[1], step(10))
+    assert lines[-1].endswith("rope-seed0 step 20/100 loss 1.500 | rope-seed1 step 10/100 loss 2.000")
+    assert all(line.passing for line in lines)
+
+
+def test_what_is_evaluated_stays(plan, now):
+    job = plan.all_jobs()[0]
+    lines = []
+    board = Board(plan, [job], lines.append)
+    board.receive(job, {"kind": "line", "text": "resuming"})
+    assert lines == []
+    board.receive(job, windows(4))
+    board.receive(job, {"kind": "evaluated", "method": "rope", "length": "1x", "mean": 1.5, "stderr": 0.25})
+    stays = [line for line in lines if not getattr(line, "passing", False)]
+    assert stays == ["rope-seed0: rope at 1x 1.5000 ± 0.2500"]
+
+
+def test_what_was_done_before_does_not_count_as_speed(plan, now):
+    jobs = plan.all_jobs()
+    lines = []
+    board = Board(plan, jobs, lines.append)
+    board.finish(jobs[0])  # was there already
+    now["now"] = 5
+    board.receive(jobs[1], step(90))
+    assert lines[-1].record["seconds_left"] is None
+    assert lines[-1].startswith("1 of 2 models: ")
+    now["now"] = 10
+    board.receive(jobs[1], step(95))
+    assert lines[-1].record["seconds_left"] == pytest.approx((5 + 4 * 1024 / 192) / 5 * 10)
+
+
+def test_a_failed_model_takes_no_more_time(plan, now):
+    jobs = plan.all_jobs()
+    lines = []
+    board = Board(plan, jobs, lines.append)
+    board.fail(jobs[0], "no space")
+    assert lines == ["failed: rope-seed0: no space"]
+    board.receive(jobs[1], windows(1))
+    assert "rope-seed0" not in lines[-1]
