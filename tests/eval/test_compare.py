@@ -17,6 +17,7 @@ from scaleinv.cli import main
 from scaleinv.eval import Comparison, compare
 from scaleinv.eval.compare import summarize, work_left
 from scaleinv.eval.plan import finished
+from scaleinv.files import FolderInUse, locked
 from scaleinv.train.store import write_weights
 
 
@@ -106,6 +107,15 @@ def test_what_is_done_depends_on_weights_and_tokens(one):
 
 
 @pytest.mark.slow
+def test_damaged_weights_are_mended(one):
+    (job,) = one.all_jobs()
+    path = one.run(job) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    compare(one)
+    assert work_left(one, job) is None
+
+
+@pytest.mark.slow
 def test_a_folder_takes_one_training(one):
     for changes in ({"steps": 3}, {"train_length": 64}, {"lr_output": 0.5}, {"order": "sequential"}):
         with pytest.raises(ValueError, match=r"summary.json is of a comparison with .* use another out"):
@@ -160,6 +170,13 @@ def test_what_would_stop_all_is_found_before_any_work(plan, monkeypatch, changes
         compare(dataclasses.replace(plan, train=train, **changes), lines.append)
     assert lines == []
     assert not plan.out.exists()
+
+
+def test_two_comparisons_do_not_share_a_folder(plan, monkeypatch):
+    refuse_work(monkeypatch)
+    plan.out.mkdir()
+    with locked(plan.out), pytest.raises(FolderInUse, match="is in use by"):
+        compare(plan)
 
 
 def test_a_damaged_summary_is_named_before_any_work(plan, monkeypatch):

@@ -36,7 +36,7 @@ from scaleinv.eval.summary import (
 )
 from scaleinv.eval.work import Work
 from scaleinv.eval.workers import Workers
-from scaleinv.files import write_text
+from scaleinv.files import locked, write_text
 from scaleinv.machine import cpu_name, find_device
 from scaleinv.progress import Progress, silent
 from scaleinv.train.logs import METRICS
@@ -56,15 +56,16 @@ class Stopped(RuntimeError):
 def compare(plan: Comparison, progress: Progress = silent) -> Summary:
     """Run the comparison, or what is left of it; writes and returns the summary."""
     with _empty_folders_removed(plan.out / "runs"):
-        _check(plan)
-        return _run(plan, progress)
+        check_writable(plan.out)
+        with locked(plan.out):
+            _check(plan)
+            return _run(plan, progress)
 
 
 def _check(plan: Comparison) -> None:
     """ValueError for what would stop every model, before any is trained."""
     config = plan.config(plan.all_jobs()[0])
     find_device(config.device)
-    check_writable(plan.out)
     corpus = run_corpus(config, config.model.train_length, fit=True)
     named = lengths.parse(plan.lengths, config.model.train_length)
     usable_tokens(corpus.val.total, plan.tokens, list(named.values()))

@@ -20,8 +20,8 @@ from scaleinv.train.store import CONFIG, read_config, weights_digest, weights_st
 SWEPT = "scale-invariant-p-rope"
 """The method whose lengthscale a sweep varies."""
 
-USUAL: dict[str, Any] = {"data": "sotu", "keep": 1}
-"""Settings of the models of a comparison where they differ from those of a single run."""
+USUAL: dict[str, Any] = {"data": "sotu", "keep": 1, "val_lengths": "none"}
+"""Settings where they differ from those of a single run: a model is evaluated once, when it is trained."""
 
 OWN = ("method", "seed", "out", "tau")
 """Settings that a comparison gives to each of its models."""

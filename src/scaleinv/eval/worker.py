@@ -30,7 +30,7 @@ def do(work: Work, send: Send) -> int:
         send(line.record if isinstance(line, Report) else {"kind": "line", "text": line})
 
     if work.train is not None:
-        result = run(work.train, resume=work.resume, say=progress)
+        result = run(work.train, resume=work.resume, progress=progress)
         if not result.finished:
             return 128 + (result.signal or 15)
     if work.methods:

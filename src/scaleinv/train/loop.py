@@ -20,6 +20,7 @@ from scaleinv.files import locked, remove_leftovers
 from scaleinv.logits import ScaleInvariant
 from scaleinv.model import GPT
 from scaleinv.ops.api import which_backend
+from scaleinv.progress import Report
 from scaleinv.train import checkpoint, optim, store
 from scaleinv.train.config import TrainConfig
 from scaleinv.train.distributed import World, accumulating, replicate, shard, world
@@ -262,7 +263,8 @@ class _Run:
             )
         means = {name: result.mean for name, result in results.items()}
         if means:
-            self.progress("validation " + "  ".join(f"{name} {mean:.4f}" for name, mean in means.items()))
+            text = "validation " + "  ".join(f"{name} {mean:.4f}" for name, mean in means.items())
+            self.progress(Report(text, kind="validation", step=step, losses=means))
         for name, mean in means.items():
             if not math.isfinite(mean):
                 raise Diverged(f"validation loss at {name} became {mean} at step {step}: {self._last_good()}")
