@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from scaleinv.data import load_corpus
-from scaleinv.machine import cache_folder, cpu_name
+from scaleinv.machine import cache_folder, cpu_name, find_device
 
 
 @pytest.mark.parametrize("value", [None, ""], ids=["unset", "empty"])
@@ -35,3 +36,17 @@ def test_cpu_name(lines, monkeypatch):
     assert cpu_name()
     if lines is not None and "model name" in lines:
         assert cpu_name() == "Chip 5: the fast one"
+
+
+def test_devices_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_device("auto") == find_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device cuda is not here: torch finds no CUDA devices"):
+        find_device("cuda")
+    with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N, got 'gpu'"):
+        find_device("gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(find_device(name)) for name in ("auto", "cuda:1", "cpu")] == ["cuda", "cuda:1", "cpu"]
+    with pytest.raises(ValueError, match="device cuda:2 is not here: torch finds 2 CUDA devices"):
+        find_device("cuda:2")

@@ -32,10 +32,10 @@ def cache_folder() -> Path:
 
 def find_device(name: str) -> torch.device:
     """The device that a name stands for, a GPU where there is one for "auto"; ValueError where it is not to be had."""
-    import torch
-
     if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", str(name)) is None:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    import torch
+
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if available else "cpu"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from scaleinv import lengths, methods
+from scaleinv.machine import find_device
 from scaleinv.settings import Setting
 
 
@@ -106,17 +106,7 @@ def add_methods(parser: Parser) -> None:
 
 def device(name: str) -> str:
     """The device that a name stands for, "cpu" or "cuda" for "auto"; ValueError where it is not to be had."""
-    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", name) is None:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-
-    import torch
-
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        return "cuda" if available else "cpu"
-    if name.startswith("cuda") and int(name[5:] or 0) >= available:
-        raise ValueError(f"device {name} is not here: torch finds {available or 'no'} CUDA devices; use --device cpu")
-    return name
+    return str(find_device(name))
 
 
 def add_device(parser: Parser) -> None:

@@ -88,7 +88,10 @@ class Comparison:
     def config(self, job: Job) -> TrainConfig:
         """How a model is trained."""
         own = {"seed": job.seed, "out": str(self.run(job))} | ({} if job.tau is None else {"tau": job.tau})
-        return preset(self.preset, job.model, **{**USUAL, **self.train, **own})
+        given = {**USUAL, **self.train, **own}
+        if methods.row(job.model).logits != "scale-invariant":
+            given.pop("learnable_tau", None)  # which the other methods do not have
+        return preset(self.preset, job.model, **given)
 
     def run(self, job: Job) -> Path:
         """The folder of a model's run."""
