@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_comparison_report import EXTRA, make_results
 
+from results_folder import EXTRA, make_results
 from scaleinv.plots import style
+from scaleinv.reports import colors
 from scaleinv.reports import comparison as report
 
 pytest.importorskip("matplotlib")
@@ -155,7 +156,7 @@ def test_renders_without_errors_and_without_network(tab: Browser, page: Path) ->
         " f.querySelectorAll('.plot .series').length, f.querySelectorAll('.legend [aria-pressed=true]').length])"
     )
     assert counts == [
-        ["loss-by-length", 1, 6, 6],
+        ["loss-by-length", 2, 12, 6],
         ["loss-by-position", 3, 18, 6],
         ["training", 4, 16, 4],
         ["needle-by-length", 1, 3, 3],
@@ -163,7 +164,7 @@ def test_renders_without_errors_and_without_network(tab: Browser, page: Path) ->
     ]
     assert "NaN" not in tab.run("document.body.innerHTML")
     axes = tab.run("[...document.querySelectorAll('[data-chart=loss-by-length] text')].map(text => text.textContent)")
-    assert {"1×", "4×", "16×", "loss (nats per token)", "training length"} <= set(axes)
+    assert {"1×", "4×", "16×", "loss (nats per byte)", "training length"} <= set(axes)
 
 
 def test_names_stay_text(tab: Browser) -> None:
@@ -205,10 +206,39 @@ def test_series_switch_off_and_on(tab: Browser) -> None:
         tab.run(f"[...{chart}.querySelectorAll('.legend button')].find(b => b.textContent === '{name}').click()")
     assert tab.run(height) > before  # the axis follows what is shown
     tab.run(f"{chart}.querySelector('.all').click()")
-    assert len(tab.run(drawn)) == 6
+    assert len(tab.run(drawn)) == 12
     tab.run(f"{chart}.querySelector('.all').click()")
     assert tab.run(drawn) == []
     assert problems(tab) == []
+
+
+def test_zoom_tells_the_lower_half_apart(tab: Browser) -> None:
+    chart = "document.querySelector('[data-chart=loss-by-position]')"
+    height = f"{chart}.querySelectorAll('.panel')[2].querySelector('[data-series=ALiBi] path').getBBox().height"
+    before = tab.run(height)
+    tab.run(f"{chart}.querySelector('.zoom').click()")
+    assert tab.run(f"{chart}.querySelector('.zoom').ariaPressed") == "true"
+    assert tab.run(height) > 2 * before
+    tab.run(f"{chart}.querySelector('.zoom').click()")
+    assert tab.run(height) == before
+    panels = "[...document.querySelectorAll('[data-chart=loss-by-length] .panel')]"
+    curve = "querySelector('[data-series=\"Scale-invariant + p-RoPE\"] path').getBBox().height"
+    whole, close = tab.run(f"{panels}.map(panel => panel.{curve})")
+    assert close > 3 * whole
+    dots = "document.querySelectorAll('[data-chart=loss-by-length] .panel:first-child .seed').length"
+    assert tab.run(dots) == 6 * 3 * 2
+    assert problems(tab) == []
+
+
+def test_figures_of_the_analysis_have_no_white_ground_in_the_dark(tab: Browser) -> None:
+    mirrored = "getComputedStyle(document.querySelector('#analysis img')).filter"
+    assert tab.run(mirrored) == "none"
+    tab.run("document.getElementById('theme').click()")
+    assert tab.run(mirrored) == "invert(1) hue-rotate(180deg)"
+    tab.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert tab.run(mirrored) == "invert(1) hue-rotate(180deg)"
+    tab.run("document.getElementById('theme').click()")
+    assert tab.run(mirrored) == "none"
 
 
 def test_hover_and_arrow_keys_show_values(tab: Browser) -> None:
@@ -233,7 +263,7 @@ def test_light_and_dark(tab: Browser) -> None:
     assert (tab.run(background), tab.run(black)) == ("rgb(255, 255, 255)", "rgb(0, 0, 0)")
     tab.run("document.getElementById('theme').click()")
     assert (tab.run(background), tab.run(black)) == ("rgb(21, 24, 28)", "rgb(245, 245, 245)")
-    assert int(report.DARK_PAGE[1:], 16) == 21 << 16 | 24 << 8 | 28
+    assert int(colors.DARK_PAGE[1:], 16) == 21 << 16 | 24 << 8 | 28
     tab.run("document.getElementById('theme').click()")
     assert tab.run(background) == "rgb(255, 255, 255)"
     tab.open(Path(tab.run("decodeURIComponent(location.pathname)")))

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     where = device(options.device)
 
     from scaleinv.eval.needle import SAMPLES, default_task, run_needle
-    from scaleinv.plots.compare import needle_depths
+    from scaleinv.plots.needle import read_depths
     from scaleinv.progress import terminal
     from scaleinv.train.store import read_config
 
@@ -62,6 +62,6 @@ def run(options: argparse.Namespace) -> None:
     for row, result in results.items():
         for label, found in result["lengths"].items():
             print(f"{row:24}{label:>6}  {found['accuracy']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]")
-    heat = needle_depths(out / "needle", model.train_length)
+    heat = read_depths(out / "needle", model.train_length)
     for file in heat.save(out / "figures") if heat else ():
         print(f"figure: {file.resolve()}")

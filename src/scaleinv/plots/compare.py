@@ -1,6 +1,6 @@
-"""The charts of a comparison: made from the files of a results folder, and drawn as PNG and SVG.
+"""The charts of a comparison, from the files of a results folder.
 
-A `Chart` says what to show; `draw` shows it with matplotlib, and ``page.js`` in the browser, from the same numbers.
+`scaleinv.plots.chart` draws them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scaleinv.analysis.paired import SeedLosses, method_of
 from scaleinv.eval.summary import (
     Measurement,
     Measurements,
@@ -21,124 +23,113 @@ from scaleinv.eval.summary import (
     multiple,
     number,
     ordered_methods,
-    parse_accuracy,
 )
-from scaleinv.files import read_json, read_lines, write_data
+from scaleinv.files import read_lines
 from scaleinv.lengths import label as length_label
 from scaleinv.lengths import ordered as ordered_lengths
 from scaleinv.lengths import tokens_label
-from scaleinv.plots import needle, style
+from scaleinv.plots import style
+from scaleinv.plots.chart import Chart, Panel, Point, Series, filled
+from scaleinv.plots.units import Unit
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    pass
 
-LOSS = "loss (nats per token)"
 FOUND = "share of needles found"
+
+MAGNIFIED = 3
+"""A second panel shows the lower half of all losses where that makes it so many times as tall."""
 
 OTHERS = ("#EE3377", "#009988", "#CC3311", "#33BBEE", "#BBBBBB")
 """For what `style` has no colour for: the rest of Paul Tol's "vibrant" scheme."""
 
-MARKED = 40
-"""Curves of more points than this have no markers."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """A value, the interval it lies in, and what x is, in words."""
+class Curve:
+    """What a training run wrote about its steps."""
 
-    x: float
-    y: float
-    low: float | None
-    high: float | None
-    label: str
+    model: str
+    """The method that it was trained as."""
+    seed: int
+    lines: tuple[Mapping[str, Any], ...]
 
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    look: style.Look
-    points: tuple[Point, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    title: str
-    series: tuple[Series, ...]
-    mark: float | None = None
-    """Where on the x axis the training length is."""
-    settled: float | None = None
-    """Points before this x do not count for the range of the y axis."""
+    def seconds(self, batch_tokens: int) -> float | None:
+        """How long the steps took, validation apart; None where most steps do not say. (The first never does.)"""
+        steps = [line for line in self.lines if "loss" in line]
+        rates = [rate for line in steps if isinstance(rate := line.get("tokens_per_second"), (int, float)) and rate > 0]
+        if len(rates) <= len(steps) / 2:
+            return None
+        return len(steps) * statistics.fmean(batch_tokens / rate for rate in rates)
 
 
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    name: str
-    title: str
-    caption: str
-    x_label: str
-    y_label: str
-    panels: tuple[Panel, ...]
-    log_x: bool = False
-    ticks: tuple[tuple[float, str], ...] = ()
-    """Of the x axis; none for round numbers."""
-    y_range: tuple[float, float] | None = None
-
-    def save(self, figures: Path, tables: Path) -> list[Path]:
-        """Write ``{name}.png`` and ``.svg`` to ``figures``, and the points as CSV and JSON to ``tables``."""
-        points = [
-            {"panel": panel.title, "series": series.look.label, **dataclasses.asdict(point)}
-            for panel in self.panels
-            for series in panel.series
-            for point in series.points
-        ]
-        return [*style.save(draw(self), figures, self.name), *write_data(tables, f"{self.name}-points", points, self)]
+def read_curves(folder: Path) -> dict[Path, Curve]:
+    """The curves of a results folder, ``<model>-seed<n>.jsonl``, by file, without those of the sweep of τ."""
+    found = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        named = re.fullmatch(r"(.+?)(-tau[\d.e-]+)?-seed(\d+)", path.stem)
+        if not named:
+            raise ValueError(f"{path} must be named like rope-seed0.jsonl")
+        if not named[2]:
+            found[path] = Curve(named[1], int(named[3]), tuple(read_lines(path)))
+    return found
 
 
-@dataclasses.dataclass(frozen=True)
-class HeatMap:
-    """Share of needles found by row, then depth (from and to, as fractions of the context), then length."""
+def loss_by_length(
+    losses: Measurements, train_length: int | None, unit: Unit, seeds: SeedLosses | None = None
+) -> Chart | None:
+    """A curve for each method against the length of the context, from ``summary.json``, with the losses of each seed.
 
-    rows: dict[str, dict[tuple[float, float], dict[str, Measurement]]]
-    lengths: tuple[str, ...]
-    results: tuple[Mapping[str, Any], ...]
-    """What the files hold."""
+    Where methods lie close together beside others that lie far off, a second panel shows the lower half.
+    """
+    chart = _by_length("loss-by-length", "Loss by context length", unit.loss, losses, train_length, seeds or {})
+    dots = " Small dots are single seeds." if seeds else ""
+    caption = f"Validation loss, mean over seeds; bars are standard errors.{dots}"
+    if chart is None:
+        return None
+    (panel,) = chart.panels
+    values = [point.y for series in panel.series for point in series.points]
+    panels: tuple[Panel, ...] = (panel,)
+    if max(values) - min(values) > MAGNIFIED * (statistics.median(values) - min(values)) > 0:
+        close = dataclasses.replace(panel, title="the lower half, magnified", zoomed=True)
+        panels = (dataclasses.replace(panel, title="all methods"), close)
+    return dataclasses.replace(chart, caption=caption, panels=panels)
 
-    def save(self, figures: Path) -> list[Path]:
-        """Write ``needle-depth.png`` and ``.svg``, with the rows of the paper."""
-        known = [result for result in self.results if result["row"] in style.METHODS]
-        return needle.save_heatmaps(known, figures, "needle-depth") if known else []
+
+def needle_by_length(found: Measurements, train_length: int | None) -> Chart | None:
+    """A curve for each method against the length of the context, from ``summary.json``."""
+    chart = _by_length("needle-by-length", "Needles found", FOUND, found, train_length, {})
+    caption = "Bars are 95 % Wilson intervals."
+    return chart and dataclasses.replace(chart, caption=caption, y_range=(0.0, 1.0))
 
 
-def by_length(name: str, title: str, y_label: str, estimates: Measurements, train_length: int | None) -> Chart | None:
-    """A curve for each row against the length of the context, from ``summary.json``."""
-    keys = lengths_of(estimates, train_length)
-    looks = _looks(estimates)
+def _by_length(
+    name: str, title: str, y_label: str, found: Measurements, train_length: int | None, seeds: SeedLosses
+) -> Chart | None:
+    keys = lengths_of(found, train_length)
+    looks = _looks(found)
     named = {key: (multiple(key, train_length), length_label(key, train_length)) for key in keys}
+
+    def dots(method: str, key: str) -> tuple[float, ...]:
+        values = [loss.mean for loss in seeds.get(method, {}).get(key, {}).values()]
+        return tuple(value for value in values if math.isfinite(value)) if len(values) > 1 else ()
+
     series = tuple(
-        Series(looks[row], _points((*named[key], lengths[key]) for key in keys if key in lengths))
-        for row, lengths in estimates.items()
+        Series(
+            looks[method],
+            _points((*named[key], by_length[key], dots(method, key)) for key in keys if key in by_length),
+        )
+        for method, by_length in found.items()
     )
     unit = f"1× = {train_length:,} tokens" if train_length else "× the training length"
-    return _filled(
-        Chart(
-            name,
-            title,
-            "Bars are standard errors." if y_label == LOSS else "Bars are 95 % Wilson intervals.",
-            f"context length ({unit})",
-            y_label,
-            (Panel("", series, mark=1.0),),
-            log_x=True,
-            ticks=tuple((multiple(key, train_length), length_label(key)) for key in keys),
-            y_range=(0.0, 1.0) if y_label == FOUND else None,
-        )
-    )
+    ticks = tuple((multiple(key, train_length), length_label(key)) for key in keys)
+    panels = (Panel("", series, mark=1.0),)
+    return filled(Chart(name, title, "", f"context length ({unit})", y_label, panels, log_x=True, ticks=ticks))
 
 
-def by_position(folder: Path, train_length: int | None) -> Chart | None:
-    """Loss by position in the window, a panel for each length, from ``evaluations/<row>-seed<k>.json``."""
+def by_position(evaluations: Mapping[Path, Mapping[str, Any]], train_length: int | None, unit: Unit) -> Chart | None:
+    """Loss by position in the window, a panel for each length, from `scaleinv.analysis.paired.read_evaluations`."""
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for path in sorted(folder.glob("*.json")):
-        data = mapping(read_json(path), str(path))
+    for path, data in evaluations.items():
         for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
             multiple(key, train_length, str(path))
             for interval in mapping(measured, f"{path}: {key}").get("positions") or []:
@@ -146,49 +137,49 @@ def by_position(folder: Path, train_length: int | None) -> Chart | None:
                     raise ValueError(f"{path}: {key}: positions must be [first, past the last, loss], got {interval!r}")
                 named = dict(zip(("first", "past the last", "loss"), interval, strict=True))
                 low, high, loss = (number(named, name, f"{path}: {key}: positions") for name in named)
-                losses[key][_row(data, path)][low, high].append(loss)
+                losses[key][method_of(data, path)][low, high].append(loss)
     keys = ordered_lengths(losses, train_length)
-    looks = _looks(row for rows in losses.values() for row in rows)
+    looks = _looks(method for methods in losses.values() for method in methods)
     panels = [
         Panel(
             f"windows of {length_label(key, train_length)}",
-            tuple(Series(look, _positions(losses[key][row])) for row, look in looks.items() if row in losses[key]),
+            tuple(Series(look, _positions(losses[key][name])) for name, look in looks.items() if name in losses[key]),
             mark=train_length,
             settled=8,  # the first tokens have nothing to go by
         )
         for key in keys
     ]
-    last = max((high for rows in losses.values() for bins in rows.values() for _, high in bins), default=0)
-    return _filled(
+    last = max((high for methods in losses.values() for bins in methods.values() for _, high in bins), default=0)
+    return filled(
         Chart(
             "loss-by-position",
             "Loss by position in the window",
             "Mean over seeds. Beyond the training length, a model that copes stays flat.",
             "position in the window (tokens)",
-            f"validation {LOSS}",
+            f"validation {unit.loss}",
             tuple(panels),
             log_x=True,
+            zooms=True,
             ticks=tuple((4.0**k, tokens_label(4**k)) for k in range(16) if 4**k <= last),
         )
     )
 
 
-def training(folder: Path, train_length: int | None) -> Chart | None:
-    """Training loss, and validation loss at each length, from ``curves/<model>-seed<k>.jsonl``."""
+def training(curves: Mapping[Path, Curve], settings: Mapping[str, Any], unit: Unit) -> Chart | None:
+    """Training loss, and validation loss at each length, from `read_curves`.
+
+    The caption says on which tokens, for a curve ends at another value than the table has.
+    """
+    train_length = settings.get("train_length")
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for path in sorted(folder.glob("*.jsonl")):
-        named = re.fullmatch(r"(.+?)(-tau[\d.e-]+)?-seed\d+", path.stem)
-        if not named:
-            raise ValueError(f"{path} must be named like rope-seed0.jsonl")
-        if named[2]:  # of the sweep, which has a chart of its own
-            continue
-        for line in read_lines(path):
+    for path, curve in curves.items():
+        for line in curve.lines:
             step = number(line, "step", str(path))
             if "loss" in line:
-                losses[""][named[1]][step].append(number(line, "loss", str(path)))
+                losses[""][curve.model][step].append(number(line, "loss", str(path)))
             for key in mapping(line.get("validation") or {}, f"{path}: validation"):
                 multiple(key, train_length, str(path))
-                losses[key][named[1]][step].append(number(line["validation"], key, f"{path}: validation"))
+                losses[key][curve.model][step].append(number(line["validation"], key, f"{path}: validation"))
     last = max((step for models in losses.values() for steps in models.values() for step in steps), default=0)
     looks = _looks(model for models in losses.values() for model in models)
     panels = []
@@ -198,17 +189,35 @@ def training(folder: Path, train_length: int | None) -> Chart | None:
         )
         title = f"validation at {length_label(key, train_length)}" if key else "training"
         panels.append(Panel(title, series, settled=last / 10))
-    caption = "Mean over seeds. Rows that only act at inference have no curve: they use the model of another."
-    return _filled(Chart("training", "Loss during training", caption, "step", LOSS, tuple(panels)))
+    caption = (
+        "Mean over seeds. Methods that only act at inference have no curve: they use the model of another. "
+        "The training panel shows the loss on each step's own batch. "
+        f"{_validated(settings)}"
+    )
+    chart = Chart("training", "Loss during training", caption, "step", unit.loss, tuple(panels), zooms=True)
+    return filled(chart)
 
 
-def sweep_chart(sweep: Measurements, train_length: int | None) -> Chart | None:
+def _validated(settings: Mapping[str, Any]) -> str:
+    """Which tokens the validation panels and the table are measured on."""
+    during, after = settings.get("training_validation_tokens"), settings.get("validation_tokens")
+    first = f"the first {during:,}" if isinstance(during, int) else "the first few"
+    rest = f"{after:,}" if isinstance(after, int) else "more"
+    if during is not None and during == after:
+        return f"The validation panels and the table both use {first} held-out tokens."
+    return (
+        f"The validation panels use {first} held-out tokens and the table {rest}: other text, "
+        "so that a curve ends at another value than the table has."
+    )
+
+
+def sweep_chart(sweep: Measurements, train_length: int | None, unit: Unit) -> Chart | None:
     """Figure 5: a curve for each length against τ."""
     colors = (*style.RATIOS, *OTHERS)
     series = tuple(
         Series(
             style.Look(length_label(key, train_length), colors[i % len(colors)], "os^Dv"[i % 5]),
-            _points((float(tau), f"τ = {tau}", lengths[key]) for tau, lengths in sweep.items() if key in lengths),
+            _points((float(tau), f"τ = {tau}", by[key], ()) for tau, by in sweep.items() if key in by),
         )
         for i, key in enumerate(lengths_of(sweep, train_length))
     )
@@ -216,117 +225,34 @@ def sweep_chart(sweep: Measurements, train_length: int | None) -> Chart | None:
     caption = (
         "Scale-invariant + p-RoPE, a curve for each context length. The paper takes τ = 10. Bars are standard errors."
     )
-    return _filled(
+    return filled(
         Chart(
             "tau-sweep",
             "Loss by lengthscale τ",
             caption,
             "lengthscale τ (tokens)",
-            f"validation {LOSS}",
+            f"validation {unit.loss}",
             (Panel("", series),),
             log_x=True,
             ticks=ticks,
+            zooms=True,
         )
     )
 
 
-def needle_depths(folder: Path, train_length: int | None) -> HeatMap | None:
-    """Accuracy by depth and length, from ``needle/<row>.json``."""
-    rows: dict[str, Any] = {}
-    results = {}
-    for path in sorted(folder.glob("*.json")):
-        data = mapping(read_json(path), str(path))
-        depths = rows.setdefault(_row(data, path), defaultdict(dict))
-        own = mapping(data.get("settings", {}), f"{path}: settings")
-        results[_row(data, path)] = {**data, "settings": {"train_length": train_length, **own}}
-        for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
-            where = f"{path}: {key}"
-            multiple(key, train_length, str(path))
-            number(mapping(measured, where), "length", where)
-            parse_accuracy(measured, where)
-            if not isinstance(measured.get("depths"), list):
-                raise ValueError(f"{where}: depths must be a list, got {measured.get('depths')!r:.60}")
-            for depth in measured["depths"]:
-                ends = tuple(number(mapping(depth, where), end, where) for end in ("from", "to"))
-                if not 0 <= ends[0] < ends[1] <= 1:
-                    raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
-                depths[ends][key] = parse_accuracy(depth, where)
-    kept = {row: dict(sorted(rows[row].items())) for row in ordered_methods(rows) if rows[row]}
-    keys = ordered_lengths((key for row in kept.values() for at in row.values() for key in at), train_length)
-    return HeatMap(kept, tuple(keys), tuple(results[row] for row in kept)) if kept else None
+def _looks(methods: Iterable[str]) -> dict[str, style.Look]:
+    """How each method is drawn, in the paper's order; unknown ones keep their names and get spare colours."""
+    ordered = ordered_methods(methods)
+    unknown = [name for name in ordered if name not in style.METHODS]
+    spare = {name: style.Look(name, OTHERS[i % len(OTHERS)], "osv^D"[i % 5], "--") for i, name in enumerate(unknown)}
+    return {name: style.METHODS.get(name) or spare[name] for name in ordered}
 
 
-def draw(chart: Chart) -> Figure:
-    """The chart with matplotlib, its legend at the right."""
-    with style.applied():
-        figure, axes = style.panels(len(chart.panels), width=5.2 if len(chart.panels) == 1 else 4.0)
-        figure.set_figwidth(figure.get_figwidth() + 2.4)
-        for axis, panel in zip(axes, chart.panels, strict=True):
-            for series in panel.series:
-                _draw_series(axis, series)
-            if chart.log_x:
-                axis.set_xscale("log")
-            if panel.mark is not None:
-                axis.axvline(panel.mark, color="#888888", linewidth=1, linestyle=":", label="training length")
-            if chart.ticks:
-                left, right = axis.get_xlim()  # ticks beyond the data would widen it
-                axis.set_xticks([x for x, _ in chart.ticks], [label for _, label in chart.ticks])
-                axis.set_xlim(left, right)
-                axis.minorticks_off()
-            _limit(axis, chart, panel)
-            axis.set_xlabel(chart.x_label)
-            axis.set_ylabel(chart.y_label)
-            axis.set_title(panel.title or chart.title)
-        handles = {
-            label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize=9)
-    return figure
-
-
-def _draw_series(axis: Axes, series: Series) -> None:
-    look, points = series.look, series.points
-    x, y = [point.x for point in points], [point.y for point in points]
-    marker = look.marker if len(points) <= MARKED else ""
-    axis.plot(
-        x, y, marker=marker, color=look.color, ls=look.dashes, label=look.label, zorder=2 + (look.color == "#000000")
+def _points(found: Iterable[tuple[float, str, Measurement, tuple[float, ...]]]) -> tuple[Point, ...]:
+    """Points at x, with what x is in words and the values of single seeds; none where a run diverged."""
+    return tuple(
+        Point(x, at.value, at.low, at.high, words, seeds) for x, words, at, seeds in found if math.isfinite(at.value)
     )
-    bars = [(point.x, point.low, point.high) for point in points if point.low is not None and point.high is not None]
-    if bars:
-        axis.vlines(*zip(*bars, strict=True), color=look.color, linewidth=1)
-
-
-def _limit(axis: Axes, chart: Chart, panel: Panel) -> None:
-    if chart.y_range:
-        axis.set_ylim(chart.y_range[0] - 0.03, chart.y_range[1] + 0.03)
-    elif panel.settled is not None:
-        y = [p.y for series in panel.series for p in series.points if p.x >= panel.settled]
-        if y:
-            pad = 0.06 * (max(y) - min(y)) or 0.1
-            axis.set_ylim(min(y) - pad, max(y) + pad)
-
-
-def _filled(chart: Chart) -> Chart | None:
-    """The chart without its empty curves and panels; None if nothing is left."""
-    panels = [
-        dataclasses.replace(panel, series=tuple(series for series in panel.series if series.points))
-        for panel in chart.panels
-    ]
-    panels = [panel for panel in panels if panel.series]
-    return dataclasses.replace(chart, panels=tuple(panels)) if panels else None
-
-
-def _looks(rows: Iterable[str]) -> dict[str, style.Look]:
-    """How each row is drawn, in the paper's order; unknown rows keep their names and get spare colours."""
-    ordered = ordered_methods(rows)
-    unknown = [row for row in ordered if row not in style.METHODS]
-    spare = {row: style.Look(row, OTHERS[i % len(OTHERS)], "osv^D"[i % 5], "--") for i, row in enumerate(unknown)}
-    return {row: style.METHODS.get(row) or spare[row] for row in ordered}
-
-
-def _points(found: Iterable[tuple[float, str, Measurement]]) -> tuple[Point, ...]:
-    """Points at x, with what x is in words; none where a run diverged."""
-    return tuple(Point(x, e.value, e.low, e.high, words) for x, words, e in found if math.isfinite(e.value))
 
 
 def _positions(bins: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Point, ...]:
@@ -353,9 +279,3 @@ def _steps(steps: Mapping[float, Sequence[float]], most: int = 150) -> tuple[Poi
 
 def _span(name: str, first: float, last: float) -> str:
     return f"{name} {first:,.0f}" if first == last else f"{name}s {first:,.0f}–{last:,.0f}"
-
-
-def _row(data: Mapping[str, Any], path: Path) -> str:
-    if not isinstance(data.get("row"), str):
-        raise ValueError(f"{path} must name its row, got {data.get('row')!r}")
-    return data["row"]

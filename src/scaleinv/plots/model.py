@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OTHERS = ("#EE7733", "#0077BB", "#117733", "#882255", "#999933")
-"""For models that are no row of the paper."""
+"""For models that are no method of the paper."""
 
 COLUMNS = 6
 """Layers in a row of a QQ figure."""

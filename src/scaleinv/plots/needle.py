@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scaleinv.analysis.paired import method_of
+from scaleinv.eval.summary import Measurement, mapping, multiple, number, ordered_methods, parse_accuracy
+from scaleinv.files import read_json
+from scaleinv.lengths import ordered
 from scaleinv.plots import style
 
 if TYPE_CHECKING:
@@ -19,16 +25,63 @@ MARK = "#CC3311"
 COLUMNS = 4
 
 
+@dataclasses.dataclass(frozen=True)
+class HeatMap:
+    """Share of needles found by method, then depth (from and to, as fractions of the context), then length."""
+
+    methods: dict[str, dict[tuple[float, float], dict[str, Measurement]]]
+    lengths: tuple[str, ...]
+    results: tuple[Mapping[str, Any], ...]
+    """What the files hold."""
+
+    def save(self, figures: Path) -> list[Path]:
+        """Write ``needle-depth.png`` and ``.svg``, with the methods that `style` knows."""
+        known = [result for name, result in zip(self.methods, self.results, strict=True) if name in style.METHODS]
+        return save_heatmaps(known, figures, "needle-depth") if known else []
+
+
+def read_depths(folder: Path, train_length: int | None) -> HeatMap | None:
+    """Accuracy by depth and length, from ``needle/<method>.json``."""
+    found: dict[str, Any] = {}
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        data = mapping(read_json(path), str(path))
+        name = method_of(data, path)
+        own = mapping(data.get("settings", {}), f"{path}: settings")
+        results[name] = {**data, "settings": {"train_length": train_length, **own}}
+        found[name] = _depths(data, train_length, path)
+    kept = {name: dict(sorted(found[name].items())) for name in ordered_methods(found) if found[name]}
+    keys = ordered((key for depths in kept.values() for at in depths.values() for key in at), train_length)
+    return HeatMap(kept, tuple(keys), tuple(results[name] for name in kept)) if kept else None
+
+
+def _depths(data: Mapping[str, Any], train_length: int | None, path: Path) -> dict[Any, dict[str, Measurement]]:
+    found: dict[Any, dict[str, Measurement]] = defaultdict(dict)
+    for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
+        where = f"{path}: {key}"
+        multiple(key, train_length, str(path))
+        number(mapping(measured, where), "length", where)
+        parse_accuracy(measured, where)
+        if not isinstance(measured.get("depths"), list):
+            raise ValueError(f"{where}: depths must be a list, got {measured.get('depths')!r:.60}")
+        for depth in measured["depths"]:
+            ends = tuple(number(mapping(depth, where), end, where) for end in ("from", "to"))
+            if not 0 <= ends[0] < ends[1] <= 1:
+                raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
+            found[ends][key] = parse_accuracy(depth, where)
+    return found
+
+
 def draw_heatmaps(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel for each row: needles found (%) by their depth in the text and the length of the context.
+    """A panel for each method: needles found (%) by their depth in the text and the length of the context.
 
     The top of a column is the accuracy over all depths. A frame marks the training length.
 
     Args:
-        results: what `scaleinv.eval.needle.run_needle` gives for each row (its JSON files, read).
+        results: what `scaleinv.eval.needle.run_needle` gives for each method (its JSON files, read).
     """
     if not results:
-        raise ValueError("results must hold at least one row, got none")
+        raise ValueError("results must hold at least one method, got none")
     columns = min(COLUMNS, len(results))
     lines = -(-len(results) // columns)
     widest = max(len(result["lengths"]) for result in results)
@@ -91,7 +144,7 @@ def _panel(axis: Axes, result: Mapping[str, Any], first: bool) -> None:
     for column, (_, at) in enumerate(lengths):
         if at["length"] == trained:
             _mark(axis, column, len(table))
-    axis.set_title(style.look(result["row"]).label, pad=18)
+    axis.set_title(style.look(result.get("method", result.get("row"))).label, pad=18)
 
 
 def _mark(axis: Axes, column: int, rows: int) -> None:

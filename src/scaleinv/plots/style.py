@@ -46,7 +46,7 @@ METHODS: dict[str, Look] = {
     "infini-p-rope": Look("Infini-attention + p-RoPE", "#44AA99", "s", "-."),
 }
 
-# The logit transforms alone, as in theory: they take the colour of a row that has them.
+# The logit transforms alone, as in theory: they take the colour of a method that has them.
 TRANSFORMS: dict[str, Look] = {
     "plain": Look("Plain", METHODS["rope"].color, "s"),
     "logn": Look("LogN", METHODS["logn+p-rope"].color, "^", "--"),
@@ -76,7 +76,7 @@ RC: dict[Any, Any] = {
 
 
 def look(method: str) -> Look:
-    """How a row of `scaleinv.methods`, or a logit transform by name, is drawn."""
+    """How a method of `scaleinv.methods`, or a logit transform by name, is drawn."""
     found = METHODS.get(method) or TRANSFORMS.get(method)
     if found is None:
         raise ValueError(f"method must be one of {', '.join([*METHODS, *TRANSFORMS])}, got {method!r}")

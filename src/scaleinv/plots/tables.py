@@ -8,49 +8,19 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scaleinv import lengths
-from scaleinv.eval.summary import Measurement, Measurements, Summary, lengths_of
+from scaleinv.analysis.paired import Difference
+from scaleinv.eval.summary import Measurement, Measurements, Summary, lengths_of, ordered_methods
 from scaleinv.files import write_data, write_text
-from scaleinv.plots import style
+from scaleinv.plots import paper, style
+from scaleinv.plots.units import Unit
 
 METHOD = "scale-invariant-p-rope"
-"""The row that the paper proposes."""
-
-PAPER_SETTING = "paper, 162 M parameters, 4k training length"
-PAPER_TRAIN_LENGTH = 4096
-PAPER_LENGTHS = ("1x", "4x", "16x")
-
-# Validation loss, mean of 3 seeds, and needle accuracy after 300 steps of fine-tuning, at PAPER_LENGTHS.
-PAPER_LOSS: dict[str, tuple[float, float, float]] = {
-    "rope": (3.261, 3.936, 5.260),
-    "p-rope": (3.260, 3.984, 5.735),
-    "nope": (3.397, 6.430, 8.125),
-    "rope+ntk": (3.261, 3.703, 5.430),
-    "yarn": (3.261, 3.958, 5.353),
-    "logn+rope": (3.260, 3.273, 3.378),
-    "logn+p-rope": (3.256, 3.262, 3.317),
-    "logn+ntk": (3.261, 3.272, 3.394),
-    "alibi": (3.281, 3.272, 3.270),
-    "scale-invariant-p-rope": (3.244, 3.235, 3.247),
-    "infini-rope": (3.296, 3.302, 3.310),
-    "infini-p-rope": (3.295, 3.303, 3.311),
-}
-PAPER_NEEDLE: dict[str, tuple[float, float, float]] = {
-    "rope": (0.962, 0.000, 0.000),
-    "p-rope": (0.966, 0.250, 0.000),
-    "nope": (0.964, 0.303, 0.000),
-    "rope+ntk": (0.962, 0.217, 0.000),
-    "yarn": (0.969, 0.000, 0.000),
-    "logn+rope": (0.965, 0.276, 0.064),
-    "logn+p-rope": (0.969, 0.962, 0.939),
-    "logn+ntk": (0.962, 0.253, 0.056),
-    "alibi": (0.957, 0.020, 0.003),
-    "scale-invariant-p-rope": (0.965, 0.969, 0.969),
-}
+"""The method that the paper proposes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,26 +29,28 @@ class Cell:
     value: float | None = None
     """To sort by; None where there is no number."""
     best: bool = False
+    noise: bool = False
+    """Within noise of the method that it is compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows by name, and the same numbers as records, one for each row and length."""
+    """Lines by name, and the same numbers as records."""
 
     name: str
     caption: str
     columns: tuple[str, ...]
     rows: dict[str, tuple[Cell, ...]]
     records: tuple[dict[str, Any], ...]
-    kind: str = "row"
-    """What the rows are: "row" for methods, or "tau"."""
+    kind: str = "method"
+    """What the lines are: "method" or "tau"."""
 
     def markdown(self) -> str:
-        """A Markdown table, best in bold."""
+        """A Markdown table: best in bold, within noise in italics."""
         lines = [[self.kind, *self.columns], ["---", *("---:" for _ in self.columns)]]
         for row, cells in self.rows.items():
             name = html.escape(row, quote=False).replace("|", r"\|")
-            lines.append([name, *(f"**{cell.text}**" if cell.best else cell.text for cell in cells)])
+            lines.append([name, *(_emphasised(cell) for cell in cells)])
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def text(self) -> str:
@@ -115,13 +87,13 @@ def terminal_table(summary: Summary) -> str:
 
 
 def loss_table(summary: Summary) -> Table:
-    """Rows × lengths, and the change from the shortest length to the longest."""
+    """Methods × lengths, and the change from the shortest length to the longest."""
     found = [estimate for by_length in summary.loss.values() for estimate in by_length.values()]
     counts = sorted({estimate.record["seeds"] for estimate in found} - {None})
     seeds = f", {' or '.join(map(str, counts))} seed{'s' * (counts[-1] > 1)}" if counts else ""
     over = f" {summary.settings['stderr']}" if isinstance(summary.settings.get("stderr"), str) else ""
     spread = f", mean ± standard error{over}" if any(estimate.low is not None for estimate in found) else ""
-    caption = f"Validation loss (nats per token){spread}{seeds}"
+    caption = f"Validation loss ({Unit.of(summary.settings).nats}){spread}{seeds}"
     table = _table("loss", caption, summary.loss, summary.train_length, min)
     keys, changed = lengths_of(summary.loss, summary.train_length), changes(summary)
     if len(keys) < 2:
@@ -132,32 +104,98 @@ def loss_table(summary: Summary) -> Table:
 
 
 def needle_table(summary: Summary) -> Table:
-    """Rows × lengths, accuracy over needles."""
+    """Methods × lengths, accuracy over needles."""
     caption = "Needle in a haystack: share of needles found (95 % Wilson interval)"
     return _table("needle", caption, summary.needle, summary.train_length, max)
 
 
-def sweep_table(sweep: Measurements, train_length: int | None) -> Table:
+def bits_table(summary: Summary) -> Table | None:
+    """The losses in bits per byte of text; None where the tokenizer does not say how long its tokens are."""
+    unit = Unit.of(summary.settings)
+    found: Measurements = {}
+    for method, by_length in summary.loss.items():
+        for key, loss in by_length.items():
+            bits = unit.bits_per_byte(loss.value)
+            if bits is None:
+                return None
+            text = f"{bits:.3f}" if math.isfinite(bits) else loss.text
+            measured = Measurement(bits, None, None, text, {"bits_per_byte": bits})
+            found.setdefault(method, {})[key] = measured
+    return _table("bits-per-byte", "Validation loss (bits per byte)", found, summary.train_length, min)
+
+
+def difference_table(
+    found: Mapping[str, Mapping[str, Difference]], train_length: int | None, unit: Unit
+) -> Table | None:
+    """Methods × lengths, the loss less that of `METHOD`, with its paired standard error; None without any."""
+    keys = lengths.ordered((key for by_length in found.values() for key in by_length), train_length)
+    if not keys:
+        return None
+    differences = [item for by_length in found.values() for item in by_length.values()]
+    pairs = "windows of the same seeds" if any(item.windows for item in differences) else "seeds"
+    error = " ± paired standard error" if any(item.error for item in differences) else ""
+    caption = f"Loss less that of {method_label(METHOD)} ({unit.nats}), mean over the same {pairs}{error}"
+    if error:
+        caption += ". In italics and grey: within noise, for zero lies inside the 95 % interval (Student's t)"
+    ordered = ordered_methods(found)
+    rows = {
+        method: tuple(_difference_cell(found[method][key]) if key in found[method] else Cell("–") for key in keys)
+        for method in ordered
+    }
+    records = tuple(
+        {
+            **{"method": method, "length": key, "multiple": lengths.multiple(key, train_length)},
+            **{"difference": item.value, "stderr": item.error, "seeds": item.seeds, "windows": item.windows},
+            "within_noise": item.within_noise if item.error is not None else None,
+        }
+        for method in ordered
+        for key in keys
+        if (item := found[method].get(key)) is not None
+    )
+    columns = tuple(lengths.label(key, train_length) for key in keys)
+    return Table("differences", caption, columns, rows, records)
+
+
+def model_table(parameters: Mapping[str, int], seconds: Mapping[str, Sequence[float]]) -> Table | None:
+    """Trained models: parameters, and how long a training took, mean over seeds; None where neither is known."""
+    names = ordered_methods([*parameters, *seconds])
+    if not names:
+        return None
+    rows: dict[str, tuple[Cell, ...]] = {}
+    records = []
+    for name in names:
+        count, times = parameters.get(name), seconds.get(name)
+        mean = sum(times) / len(times) if times else None
+        rows[name] = (
+            Cell("–" if count is None else f"{count:,}", count),
+            Cell("–" if mean is None else f"{mean / 60:.1f}", mean),
+        )
+        records.append({"method": name, "parameters": count, "seconds": mean, "seeds": len(times or ())})
+    caption = "Trained models. Time of all training steps, validation apart, mean over seeds"
+    return Table("models", caption, ("parameters", "minutes"), rows, tuple(records))
+
+
+def sweep_table(sweep: Measurements, train_length: int | None, unit: Unit) -> Table:
     """Values of τ × lengths; see `scaleinv.eval.summary.read_sweep`."""
-    caption = "Validation loss (nats per token) by lengthscale τ (tokens)"
+    caption = f"Validation loss ({unit.nats}) by lengthscale τ (tokens)"
     return _table("tau-sweep", caption, sweep, train_length, min, kind="tau")
 
 
-def paper_table(name: str, caption: str, numbers: Mapping[str, tuple[float, ...]], rows: Iterable[str]) -> Table:
-    """The paper's numbers for those of ``rows`` that it has, or for all if it has none of them."""
-    estimates = {
-        row: {
+def paper_table(name: str, caption: str, numbers: Mapping[str, tuple[float, ...]], methods: Iterable[str]) -> Table:
+    """The paper's numbers for those of ``methods`` that it has, or for all if it has none of them."""
+    found = {
+        method: {
             key: Measurement(value, None, None, f"{value:.3f}", {"value": value})
-            for key, value in zip(PAPER_LENGTHS, numbers[row], strict=True)
+            for key, value in zip(paper.LENGTHS, numbers[method], strict=True)
         }
-        for row in [row for row in rows if row in numbers] or numbers
+        for method in [method for method in methods if method in numbers] or numbers
     }
-    best = max if numbers is PAPER_NEEDLE else min
-    return _table(name, f"{caption} ({PAPER_SETTING})", estimates, PAPER_TRAIN_LENGTH, best)
+    best = max if numbers is paper.NEEDLE else min
+    return _table(name, f"{caption} ({paper.SETTING})", found, paper.TRAIN_LENGTH, best)
 
 
 def changes(summary: Summary) -> dict[str, float]:
-    """By row, the loss at the longest length less the loss at the shortest, where both are finite."""
+    """By method, the loss at the longest length less the loss at the shortest, where both are finite."""
     keys = lengths_of(summary.loss, summary.train_length)
     if len(keys) < 2:
         return {}
@@ -167,13 +205,14 @@ def changes(summary: Summary) -> dict[str, float]:
     return {row: last - first for row, (first, last) in both.items() if math.isfinite(last - first)}
 
 
-def row_label(row: str) -> str:
-    """A row's name for people; an unknown row keeps its own."""
-    return style.METHODS[row].label if row in style.METHODS else row
+def method_label(method: str) -> str:
+    """A method's name for people; an unknown one keeps its own."""
+    return style.METHODS[method].label if method in style.METHODS else method
 
 
 def signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
+    """With its sign, but for what rounds to zero."""
+    return f"{value:+.3f}".replace("-", "−") if round(value, 3) else "0.000"
 
 
 def _table(
@@ -182,13 +221,13 @@ def _table(
     estimates: Measurements,
     train_length: int | None,
     best: Callable[[list[float]], float],
-    kind: str = "row",
+    kind: str = "method",
 ) -> Table:
     keys = lengths_of(estimates, train_length)
     rows = {row: [_cell(by_length.get(key)) for key in keys] for row, by_length in estimates.items()}
     for column in range(len(keys)):
         values = [cells[column].value for cells in rows.values()]
-        # Rows that read the same are equally good; an accuracy of 0 is not.
+        # Numbers that read the same are equally good; an accuracy of 0 is not.
         target = best([round(value, 3) for value in values if value is not None] or [0.0])
         for cells in rows.values():
             value = cells[column].value
@@ -208,3 +247,12 @@ def _cell(estimate: Measurement | None) -> Cell:
     if estimate is None:
         return Cell("–")
     return Cell(estimate.text, estimate.value if math.isfinite(estimate.value) else None)
+
+
+def _difference_cell(found: Difference) -> Cell:
+    error = "" if found.error is None else f" ± {found.error:.3f}"
+    return Cell(f"{signed(found.value)}{error}", found.value, noise=found.within_noise)
+
+
+def _emphasised(cell: Cell) -> str:
+    return f"**{cell.text}**" if cell.best else f"*{cell.text}*" if cell.noise else cell.text

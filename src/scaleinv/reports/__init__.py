@@ -2,7 +2,8 @@
 
 - `theory`: what Gaussian scores show: figures 1 (top), 2 and 6, and the paper's definitions, checked
 - `model`: what a trained model shows: figures 1 (bottom) and 9 – 14
-- `comparison`: a comparison as one self-contained page, with its figures and tables
+- `comparison`: a comparison as one self-contained page, with its figures and tables; `page` has the pieces
+- `folder`: results of two models do not mix in a folder
 """
 
 from scaleinv.reports.comparison import write_report

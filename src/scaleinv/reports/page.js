@@ -10,7 +10,7 @@
     v: (r) => `M0,${1.2 * r}L${1.2 * r},${-r}H${-1.2 * r}z`,
   };
   const MOST_MARKERS = 40;
-  const [X, Y, LOW, HIGH, LABEL] = [0, 1, 2, 3, 4]; // of a point
+  const [X, Y, LOW, HIGH, LABEL, SEEDS] = [0, 1, 2, 3, 4, 5]; // of a point
 
   function add(parent, name, attributes = {}, text = null) {
     const inSvg = name === "svg" || parent.namespaceURI.endsWith("svg");
@@ -42,7 +42,7 @@
 
   class Panel {
     constructor(chart, panel, parent, hidden) {
-      Object.assign(this, { chart, panel, hidden, picked: null });
+      Object.assign(this, { chart, panel, hidden, picked: null, zoomed: panel.zoomed });
       this.box = add(parent, "div", { class: "panel" });
       if (panel.title) add(this.box, "h3", {}, panel.title);
       const name = `${chart.title}${panel.title ? ", " + panel.title : ""}: ${chart.y_label} against ${chart.x_label}`;
@@ -71,9 +71,10 @@
       let points = this.shown.flatMap((series) => series.points);
       const settled = points.filter((point) => panel.settled === null || point[X] >= panel.settled);
       if (settled.length) points = settled;
-      const ys = points.flatMap((point) => [point[Y], point[LOW], point[HIGH]].filter((y) => y !== null));
+      const ys = points.flatMap((point) => [point[Y], point[LOW], point[HIGH], ...point[SEEDS]].filter((y) => y !== null));
       if (!ys.length) return [left, right, 0, 1];
-      const [bottom, top] = [Math.min(...ys), Math.max(...ys)];
+      const bottom = Math.min(...ys);
+      const top = this.zoomed ? median(points.map((point) => point[Y])) : Math.max(...ys);
       const pad = 0.06 * (top - bottom) || 0.1;
       return [left, right, bottom - pad, top + pad];
     }
@@ -141,6 +142,7 @@
         if (points.length <= MOST_MARKERS) {
           add(group, "path", { class: "marker", d: MARKERS[look.marker](3.4), transform: `translate(${x.toFixed(1)},${y.toFixed(1)})` });
         }
+        for (const value of point[SEEDS]) add(group, "circle", { class: "seed", cx: x + 5, cy: this.toY(value), r: 1.6 });
       }
     }
 
@@ -190,6 +192,12 @@
     }
   }
 
+  function median(values) {
+    const sorted = [...values].sort((a, b) => a - b);
+    const half = sorted.length >> 1;
+    return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+  }
+
   function spread(point) {
     if (point[LOW] === null || point[HIGH] === null) return "";
     const [below, above] = [point[Y] - point[LOW], point[HIGH] - point[Y]];
@@ -220,6 +228,15 @@
       else for (const label of looks.keys()) hidden.add(label);
       update();
     });
+    if (chart.zooms) {
+      const zoom = add(legend, "button", { type: "button", class: "all zoom", "aria-pressed": "false", title: "End the axis at the median" }, "zoom in on the lower half");
+      zoom.addEventListener("click", () => {
+        const on = zoom.getAttribute("aria-pressed") !== "true";
+        zoom.setAttribute("aria-pressed", String(on));
+        for (const panel of panels) panel.zoomed = on;
+        update();
+      });
+    }
     function update() {
       for (const [button, label] of buttons) button.setAttribute("aria-pressed", String(!hidden.has(label)));
       all.textContent = hidden.size ? "show all" : "hide all";
