@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -250,57 +251,93 @@ def test_finetuning_learns(data, tmp_path, run):
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
 
 
-def test_run_needle_writes_results_and_summary(run, tmp_path, monkeypatch):
-    def go(samples, **more):
-        return run_needle(
-            run,
-            "1x,150",
-            tmp_path,
-            rows=["rope", "rope+ntk", "yarn"],
-            task=TASK,
-            training=TRAINING,
-            samples=samples,
-            **more,
-        )
+def ask(run, out, lengths="1x,150", **options):
+    return run_needle(run, lengths, out, **{"task": TASK, "training": TRAINING, "samples": 3, **options})
 
-    results = go(3)
-    assert list(results) == ["rope", "rope+ntk", "yarn"]
-    for row, result in results.items():
-        assert json.loads((tmp_path / "needle" / f"{row}.json").read_text()) == json.loads(json.dumps(result))
-        assert (result["row"], result["seed"]) == (row, 3)
+
+@pytest.fixture(scope="module")
+def finished(run, tmp_path_factory) -> Path:
+    """A folder with the results of one run as three methods."""
+    folder = tmp_path_factory.mktemp("finished")
+    ask(run, folder, methods=["rope", "rope+ntk", "yarn"])
+    return folder
+
+
+@pytest.fixture
+def asked(finished, tmp_path) -> Path:
+    """A copy of it for one test."""
+    shutil.copytree(finished, tmp_path / "asked")
+    return tmp_path / "asked"
+
+
+def test_results_of_every_method_are_written(finished):
+    results = {name: json.loads((finished / "needle" / f"{name}.json").read_text()) for name in ("rope", "rope+ntk")}
+    for name, result in results.items():
+        assert (result["row"], result["seed"]) == (name, 3)
         assert {label: at["length"] for label, at in result["lengths"].items()} == {"1x": 96, "150": 150}
         assert set(result["lengths"]["1x"]) == {
             "length", "accuracy", "low", "high", "samples", "token_accuracy", "answer_loss", "depths",
         }  # fmt: skip
-        assert len((tmp_path / "needle" / f"{row}.jsonl").read_text().splitlines()) == 1 + 2 * 3
-    rope, ntk = (results[row]["lengths"] for row in ("rope", "rope+ntk"))
+        assert len((finished / "needle" / f"{name}.jsonl").read_text().splitlines()) == 1 + 2 * 3
+    rope, ntk = (results[name]["lengths"] for name in ("rope", "rope+ntk"))
     assert rope["1x"] == ntk["1x"]  # no stretch at the training length
     assert rope["150"]["answer_loss"] != ntk["150"]["answer_loss"]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_accuracies_enter_the_summary(finished):
+    summary = json.loads((finished / "summary.json").read_text())
     assert summary["loss"] == {}
+    assert list(summary["needle"]) == ["rope", "rope+ntk", "yarn"]
     assert set(summary["needle"]["yarn"]["1x"]) == {"accuracy", "low", "high", "samples"}
-    # Going on: nothing is trained or asked again.
+
+
+def test_what_is_done_is_not_repeated(run, asked, monkeypatch):
+    before = json.loads((asked / "needle" / "yarn.json").read_text())
     monkeypatch.setattr(needle_train, "_gradients", None)
     monkeypatch.setattr(needle, "read_samples", None)
-    assert go(3) == results
-    # Other lengths join; another task is refused before anything is trained.
-    monkeypatch.undo()
-    longer = run_needle(run, "200", tmp_path, task=TASK, training=TRAINING, samples=3)
-    assert set(longer["rope"]["lengths"]) == {"1x", "150", "200"}
+    assert json.loads(json.dumps(ask(run, asked, methods=["yarn"])["yarn"])) == before
+
+
+def test_other_lengths_join(run, asked):
+    assert set(ask(run, asked, "200")["rope"]["lengths"]) == {"1x", "150", "200"}
+
+
+def test_other_samples_do_not_mix(run, asked):
     for name in ("needle/rope.jsonl", "summary.json"):
-        (tmp_path / name).unlink()
-    again = run_needle(run, "150", tmp_path, task=TASK, training=TRAINING, samples=2, seed=1)
-    assert set(again["rope"]["lengths"]) == {"150"}  # those of other samples do not mix
-    (tmp_path / "summary.json").unlink()
-    go_on = run_needle(run, "150", tmp_path, rows=["yarn"], task=TASK, training=TRAINING, samples=3)
-    assert set(go_on["yarn"]["lengths"]) == {"1x", "150"}
+        (asked / name).unlink()
+    again = ask(run, asked, "150", samples=2, seed=1)
+    assert set(again["rope"]["lengths"]) == {"150"}
+    (asked / "summary.json").unlink()
+    assert set(ask(run, asked, "150", methods=["yarn"])["yarn"]["lengths"]) == {"1x", "150"}
+
+
+def test_another_task_is_refused_before_anything_is_trained(run, asked, monkeypatch):
     monkeypatch.setattr(needle, "finetune", None)
     other = dataclasses.replace(TASK, digits=TASK.digits + 1)
     with pytest.raises(ValueError, match=r"rope.jsonl are of another run, task or training"):
-        run_needle(run, "1x", tmp_path, task=other, training=TRAINING)
-    (tmp_path / "needle" / "rope.jsonl").unlink()
+        ask(run, asked, task=other)
+    (asked / "needle" / "rope.jsonl").unlink()
     with pytest.raises(ValueError, match=r"summary.json has needle results of another task"):
-        run_needle(run, "1x", tmp_path, task=other, training=TRAINING)
+        ask(run, asked, task=other)
+
+
+def test_damaged_results_are_made_again_and_damaged_records_named(run, asked, monkeypatch):
+    monkeypatch.setattr(needle_train, "_gradients", None)
+    path = asked / "needle" / "rope.json"
+    whole = json.loads(path.read_text())
+    path.write_text("{")
+    ask(run, asked)
+    assert json.loads(path.read_text()) == whole
+    records = path.with_suffix(".jsonl")
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines) + lines[-1][:20])  # half a line at the end: what a killed program leaves
+    ask(run, asked)
+    records.write_text("".join([*lines[:2], "{\n", *lines[2:]]))
+    with pytest.raises(ValueError, match=r"rope\.jsonl line 3 is not JSON.*delete it to ask its samples again"):
+        ask(run, asked)
+    records.write_text("".join([*lines[:2], '{"length": 3}\n']))
+    with pytest.raises(ValueError, match=r"rope\.jsonl has a line that is no sample"):
+        ask(run, asked)
 
 
 def test_command_line_draws_and_its_folder_can_be_reported(run, tmp_path, capsys):
@@ -314,8 +351,12 @@ def test_command_line_draws_and_its_folder_can_be_reported(run, tmp_path, capsys
 
 
 def test_run_needle_refuses_before_it_trains(run, tmp_path):
-    with pytest.raises(ValueError, match="rows"):
-        run_needle(run, "1x", tmp_path, rows=["alibi"])
+    with pytest.raises(ValueError, match="methods must be served by"):
+        run_needle(run, "1x", tmp_path, methods=["alibi"])
+    with pytest.raises(ValueError, match="samples must be a positive integer, got 0"):
+        run_needle(run, "1x", tmp_path, samples=0)
+    with pytest.raises(ValueError, match="device must be auto"):
+        run_needle(run, "1x", tmp_path, device="abacus")
     with pytest.raises(ValueError, match="lengths"):
         run_needle(run, "1y", tmp_path)
     with pytest.raises(ValueError, match=r"length .* but the split has"):

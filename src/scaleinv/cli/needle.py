@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
         options.run_folder,
         options.lengths,
         out,
-        rows=options.methods,
+        methods=options.methods,
         task=task,
         training=training,
         samples=SAMPLES if options.samples is None else options.samples,

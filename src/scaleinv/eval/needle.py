@@ -1,7 +1,7 @@
 """Needle in a haystack (arXiv 2505.17083): fine-tune a run on the task, then ask it at any length and depth.
 
-`run_needle` does all of it and goes on where it was stopped; `evaluate` is the second half, for any model. The task is
-in `needle_task`, fine-tuning in `needle_train`, decoding in `needle_decode`.
+`run_needle` does all of it, and resumes if interrupted; `evaluate` is the second half, for any model. The task is in
+`needle_task`, fine-tuning in `needle_train`, decoding in `needle_decode`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from scaleinv import methods
 from scaleinv.data import TokenData, Tokenizer
 from scaleinv.eval.needle_decode import read_samples
 from scaleinv.eval.needle_task import NeedleTask, make_sample
 from scaleinv.eval.needle_train import NeedleTraining, finetune
 from scaleinv.eval.summary import SUMMARY, parse_accuracy, read_summary_if_any, write_summary
-from scaleinv.files import write_text
+from scaleinv.files import UnreadableFile, read_lines, read_object, write_json, write_text
 from scaleinv.lengths import parse
+from scaleinv.machine import find_device
+from scaleinv.methods import trained_as
 from scaleinv.model import GPT, PRESETS, GPTConfig
-from scaleinv.progress import Report
+from scaleinv.progress import Progress, Report, silent
 from scaleinv.train import store
 from scaleinv.train.passes import precision
 
@@ -34,8 +33,9 @@ DEPTHS = 10
 """Bins of the needles' depths."""
 _Z95 = 1.959963984540054  # of the standard normal, two-sided 95 %
 
-Say = Callable[[str], None]
 Record = dict[str, Any]
+RECORD = {"length", "index", "depths", "answer", "text", "correct", "tokens", "tokens_right", "loss"}
+"""What a record of a sample holds."""
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
@@ -67,7 +67,7 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     batch_tokens: int = 16_384,
     depths: int = DEPTHS,
-    progress: Say = lambda text: None,
+    progress: Progress = silent,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy by length and depth: ``{"1x": {"accuracy", "low", "high", "depths", …}, …}``.
 
@@ -84,9 +84,7 @@ def evaluate(
         depths: bins of equal size; those without a needle are left out.
         progress: takes lines of text.
     """
-    for name, value in (("samples", samples), ("batch_tokens", batch_tokens), ("depths", depths)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    _check_counts(samples=samples, batch_tokens=batch_tokens, depths=depths)
     if not lengths:
         raise ValueError("lengths must name at least one length, got none")
     done = _open_records(records, _head(task, seed, settings or {})) if records is not None else {}
@@ -110,6 +108,12 @@ def evaluate(
         results[label] = summarize([done[length, index] for index in range(samples)], depths)
     model.train(was_training)
     return results
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 def _ask(
@@ -169,20 +173,16 @@ def _head(task: NeedleTask, seed: int, settings: Mapping[str, Any]) -> dict[str,
 def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], Record]:
     """What a file of records has already, by length and index; its first line says what made it."""
     head = json.loads(json.dumps(head))
-    lines = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:  # what a killed run left half written
-                continue
+    lines = read_lines(path, "delete it to ask its samples again") if path.exists() else []
     if lines and lines[0] != {"settings": head}:
         raise ValueError(
             f"records {path} are of another run, task or training (see its first line): delete the file, "
             "or choose another folder"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     kept = lines[1:]
+    for record in kept:
+        if record.keys() != RECORD:
+            raise UnreadableFile(path, f"has a line that is no sample: {record!r:.60}", "delete it to ask again")
     write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
     return {(record["length"], record["index"]): record for record in kept}
 
@@ -201,45 +201,48 @@ def run_needle(
     lengths: str | Sequence[str] = ("1x", "4x", "16x"),
     out: Path | None = None,
     *,
-    rows: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
     task: NeedleTask | None = None,
     training: NeedleTraining | None = None,
     samples: int = SAMPLES,
     seed: int = 0,
-    device: str = "cpu",
+    device: str = "auto",
     summary: bool = True,
-    progress: Say = lambda text: None,
+    progress: Progress = silent,
 ) -> dict[str, dict[str, Any]]:
-    """Fine-tune a run on the needle task at its training length, then ask it at each length; results by row.
+    """Fine-tune a run on the needle task at its training length, then ask it at each length; results by method.
 
-    Writes ``out/needle/<row>.json`` (the result), ``<row>.jsonl`` (every sample) and ``models/`` (what was fine-tuned).
-    Stopped at any moment, the same call goes on where it was; other lengths join those that are there. A folder takes
-    one task, and one run for each row: others are refused.
+    Writes ``out/needle/<method>.json`` (the result), ``<method>.jsonl`` (every sample) and ``models/`` (what was
+    fine-tuned). If interrupted, the same call resumes; other lengths join those that are there. A folder takes one
+    task, and one run for each method: others are refused.
 
     Args:
         lengths: multiples of the training length ("4x") or tokens.
         out: None for the run's own folder.
-        rows: for a RoPE-trained model also "rope+ntk" or "yarn"; None for the row it was trained as.
+        methods: for a RoPE-trained model also "rope+ntk" or "yarn"; None for the method it was trained as.
         task, training: None for `default_task`. The task's length is that of fine-tuning, which has needles at random
             places even if the task has a depth.
         samples: at each length.
         seed: of the samples.
+        device: "auto" for a GPU where there is one.
         summary: also enter the accuracies in ``out/summary.json``.
         progress: takes lines of text.
     """
     run = Path(run)
     folder = (run if out is None else Path(out)) / "needle"
+    where = find_device(device)
+    _check_counts(samples=samples)
     config, _ = store.read_config(run)
-    trained_as = methods.trained_as(config.model.method)
-    rows = list(rows) if rows else [config.model.method]
-    for row in rows:
-        if methods.trained_as(row) != trained_as:
-            raise ValueError(f"rows must be served by a model trained as {trained_as!r}, got {row!r}")
+    model_method = trained_as(config.model.method)
+    methods = list(methods) if methods else [config.model.method]
+    for method in methods:
+        if trained_as(method) != model_method:
+            raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
     named = parse(lengths, config.model.train_length)
     usual_task, usual_training = default_task(config.model)
     task, training = task or usual_task, training or usual_training
     corpus = store.run_corpus(config)
-    for length in named.values():  # a length that cannot be made is found out before the fine-tuning
+    for length in named.values():  # a length that cannot be made is found before the fine-tuning
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
     settings = {
         "train_length": config.model.train_length,
@@ -248,21 +251,19 @@ def run_needle(
         "samples_seed": seed,
         "corpus": corpus.description,
     }
-    heads = {
-        row: {"row": row, "run": store.weights_digest(run), "training": settings["training"], "corpus": corpus.sha256}
-        for row in rows
-    }
-    for row, head in heads.items():
-        _open_records(folder / f"{row}.jsonl", _head(task, seed, head))
+    made_by = {"run": store.weights_digest(run), "training": settings["training"], "corpus": corpus.sha256}
+    heads = {method: {"row": method, **made_by} for method in methods}
+    for method, head in heads.items():
+        _open_records(folder / f"{method}.jsonl", _head(task, seed, head))
     if summary:
-        _check_summary(folder.parent, rows, settings)
-    finetuned = folder / "models" / f"{trained_as}-seed{config.seed}"
+        _check_summary(folder.parent, methods, settings)
+    finetuned = folder / "models" / f"{model_method}-seed{config.seed}"
     anywhere = dataclasses.replace(task, depth=None)  # a depth is asked for, not trained for
-    finetune(run, finetuned, anywhere, training, corpus=corpus, device=device, progress=progress)
-    model, _ = store.load_model(finetuned, device)
+    finetune(run, finetuned, anywhere, training, corpus=corpus, device=where, progress=progress)
+    model, _ = store.load_model(finetuned, where)
     results = {}
-    for row in rows:
-        model.use_method(row)
+    for method in methods:
+        model.use_method(method)
         found = evaluate(
             model,
             corpus.val,
@@ -271,39 +272,51 @@ def run_needle(
             named,
             samples=samples,
             seed=seed,
-            records=folder / f"{row}.jsonl",
-            settings=heads[row],
-            batch_tokens=65_536 if torch.device(device).type == "cuda" else 16_384,
+            records=folder / f"{method}.jsonl",
+            settings=heads[method],
+            batch_tokens=65_536 if where.type == "cuda" else 16_384,
             progress=progress,
         )
-        path = folder / f"{row}.json"
-        results[row] = {"row": row, "seed": config.seed, "settings": settings, "lengths": found}
-        earlier = json.loads(path.read_text()) if path.exists() else {}
-        if all(earlier.get(name) == json.loads(json.dumps(results[row][name])) for name in ("seed", "settings")):
-            results[row]["lengths"] = {**earlier["lengths"], **found}
-        write_text(path, json.dumps(results[row], indent=1, ensure_ascii=False))
+        result = {"row": method, "seed": config.seed, "settings": settings, "lengths": found}
+        results[method] = _save(folder / f"{method}.json", result)
         for label, at in found.items():
-            progress(f"{row} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
+            progress(f"{method} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
     if summary:
         enter_in_summary(folder.parent, results)
     return results
 
 
-def _check_summary(folder: Path, rows: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """ValueError if the folder's summary has other rows of another task: one table cannot hold both."""
+def _save(path: Path, result: dict[str, Any]) -> dict[str, Any]:
+    """Write a result, with the lengths that the file has already if they are of the same samples; returns it.
+
+    A damaged file is replaced: the records have every sample.
+    """
+    try:
+        earlier = read_object(path)
+    except UnreadableFile:
+        earlier = {}
+    same = all(earlier.get(name) == json.loads(json.dumps(result[name])) for name in ("row", "seed", "settings"))
+    if same and isinstance(earlier.get("lengths"), dict):
+        result = {**result, "lengths": {**earlier["lengths"], **result["lengths"]}}
+    write_json(path, result)
+    return result
+
+
+def _check_summary(folder: Path, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """ValueError if the folder's summary has other methods of another task: one table cannot hold both."""
     path = folder / SUMMARY
     there = read_summary_if_any(path)
-    if set(there.needle) - set(rows) and there.settings.get("needle") != json.loads(json.dumps(settings)):
+    if set(there.needle) - set(methods) and there.settings.get("needle") != json.loads(json.dumps(settings)):
         raise ValueError(f"{path} has needle results of another task or training: choose another folder")
 
 
 def enter_in_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
-    """Enter results in a folder's summary.json, beside what is there: the accuracies of each row by length."""
+    """Enter results in a folder's summary.json, beside what is there: the accuracies of each method by length."""
     path = folder / SUMMARY
     summary = read_summary_if_any(path)
-    for row, result in results.items():
-        found = {label: parse_accuracy(at, f"{row} at {label}") for label, at in result["lengths"].items()}
+    for method, result in results.items():
+        found = {label: parse_accuracy(at, f"{method} at {label}") for label, at in result["lengths"].items()}
         settings = result["settings"]
-        summary = summary.with_needle({row: found}, settings, settings["train_length"])
+        summary = summary.with_needle({method: found}, settings, settings["train_length"])
     write_summary(path, summary)
     return path
