@@ -1,20 +1,15 @@
 """A sequence over 2, 3 and 4 processes gives what one process gives: output, log-sum-exp and every gradient."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from attention_cases import assert_as_accurate, assert_equal_to_rounding
 from attention_cases import run as run_alone
+from processes import start_ranks
 from ring_worker import DTYPES, RingCase, cases
 
 from scaleinv.distributed.layout import Split
 from scaleinv.distributed.plan import Plan
 
-WORKER = Path(__file__).with_name("ring_worker.py")
 RANKS = (2, 3, 4)
 EVERY = [(ranks, case) for ranks in RANKS for case in cases(ranks)]
 
@@ -23,21 +18,10 @@ EVERY = [(ranks, case) for ranks in RANKS for case in cases(ranks)]
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
     """What each rank found, by the number of ranks."""
     found = {}
-    path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     for ranks in RANKS:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), str(rank), str(ranks), str(folder)],
-                env={**os.environ, "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-        assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+        ended = start_ranks("ring_worker.py", ranks, folder, timeout=300)
+        assert all(code == 0 for code, _ in ended), "\n".join(output for _, output in ended)
         found[ranks] = [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
     return found
 

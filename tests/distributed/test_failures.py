@@ -1,0 +1,31 @@
+"""Whatever a rank does wrong ends in one clear error on every rank, and nothing hangs."""
+
+import pytest
+from processes import start_ranks
+
+EVERYONE = [
+    (
+        "another shape on rank 1",
+        r"ValueError: dimension 2 of query must be the same on every rank of the mesh, got [8, 10]",
+    ),
+    ("another window on rank 1", "ValueError: window must be the same on every rank of the mesh, got [3, 4]"),
+    ("two dimensions", "ValueError: mesh must have one dimension, got 2"),
+]
+ALONE = [("rank 1 dies", 9), ("rank 1 is missing", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "message"), EVERYONE, ids=[name for name, _ in EVERYONE])
+def test_every_rank_is_told_what_differs(scenario: str, message: str, tmp_path) -> None:
+    for code, output in start_ranks("failure_worker.py", 2, tmp_path, scenario):
+        assert code == 2, output
+        assert message in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scenario", "code"), ALONE, ids=[name for name, _ in ALONE])
+def test_a_lost_rank_is_noticed(scenario: str, code: int, tmp_path) -> None:
+    (left, output), (lost, _) = start_ranks("failure_worker.py", 2, tmp_path, scenario)
+    assert lost == code
+    assert left == 2, output
+    assert "RuntimeError: rank 0 of the context mesh lost another rank" in output
