@@ -78,6 +78,7 @@ def _finish(partial: Path, final: Path, manifest: dict[str, Any], keep: int) -> 
         os.replace(final, partial.with_name(f"{partial.name}-before"))
     os.replace(partial, final)
     _sync(final.parent)
+    _verified(final)
     remove_partial(final.parent)
     _delete_old(final.parent, keep)
 

@@ -148,8 +148,9 @@ class TrainConfig:
     def from_json(values: dict[str, Any]) -> TrainConfig:
         values = {"order": "sequential", **values}  # runs from before there was a choice
         values["model"] = GPTConfig(**values["model"])
-        values["betas"] = tuple(values["betas"])
-        if "val_multiples" in values:  # runs from before val_lengths
+        if isinstance(values.get("betas"), list):
+            values["betas"] = tuple(values["betas"])
+        if isinstance(values.get("val_multiples"), list):  # runs from before val_lengths
             values["val_lengths"] = ",".join(f"{times}x" for times in values.pop("val_multiples"))
         return TrainConfig(**values)
 
