@@ -1,6 +1,8 @@
+import copy
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 from run_files import losses
 
 from scaleinv import methods, train
-from scaleinv.data import document_ids
 from scaleinv.model import GPT
+from scaleinv.train import loop
 from scaleinv.train.optim import build_optimizers
 from scaleinv.train.store import load_model, read_config, run_corpus
+from scaleinv.train.validation import LengthLoss
 
 
 @pytest.mark.parametrize("method", [name for name in methods.names() if methods.row(name).trained_as is None])
@@ -91,17 +94,123 @@ def test_a_vocabulary_of_bytes_is_fitted_to_the_tokenizer(tiny):
         run_corpus(dataclasses.replace(saved, model=dataclasses.replace(saved.model, vocab_size=257)))
 
 
-def test_document_masks_hide_other_documents(tiny):
-    config = tiny(document_masks=True, steps=2)
-    assert train.run(config).finished
-    ids = document_ids(torch.tensor([[256, 5, 6, 256, 7]]), 256)
-    assert ids.tolist() == [[1, 1, 1, 2, 2]]
+def test_document_masks_hide_other_documents(tiny, monkeypatch):
+    """Every pass of a run gets masks under which another document before one's own changes nothing."""
+    passes = []
+    forward = GPT.forward
+
+    def spy(self, tokens, targets=None, **more):
+        passes.append((tokens, targets, more["document_ids"]))
+        return forward(self, tokens, targets, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", spy)
+        config = tiny(document_masks=True, steps=40, checkpoint_every=100)
+        train.run(config)
+    model, _ = load_model(config.out)
+    end = run_corpus(config).train.end_of_text
+    split = 0
+    for tokens, targets, ids in passes:
+        for row in range(len(tokens)):
+            starts = (tokens[row] == end).nonzero().flatten().tolist()
+            if not starts or starts[-1] == 0:
+                continue
+            split += 1
+            first = starts[-1]  # of the last document
+            here, answers, documents = (x[row : row + 1] for x in (tokens, targets, ids))
+            other = here.clone()
+            other[:, :first] = (other[:, :first] + 1) % 256
+            with torch.no_grad():
+                one, two = (model(x, answers, document_ids=documents)[:, first:] for x in (here, other))
+                seen = model(other, answers)[:, first:]
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+            assert (one - seen).abs().max() > 1e-3  # without masks they are seen
+    assert split
 
 
 def test_nan_loss_stops_with_the_step_and_the_checkpoint(tiny):
     config = tiny(lr_matrices=1e30, lr_embedding=1e30, lr_output=1e30, steps=20)
     with pytest.raises(train.Diverged, match=r"(loss|weights) became .* at step \d+: .*checkpoint"):
         train.run(config)
+
+
+def test_validation_that_is_not_finite_stops_it(tiny, monkeypatch):
+    """At the last step too, and in a run that resumes after it."""
+    config = tiny(steps=2)
+
+    def broken(model, data, length, tokens, **more):
+        return LengthLoss(length, math.nan if length > 32 else 1.0, None, 1, [])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "loss_at_length", broken)
+        with pytest.raises(train.Diverged, match="validation loss at 4x became nan at step 2: there is no checkpoint"):
+            train.run(config)
+    train.run(config, resume=True)
+    monkeypatch.setattr(loop, "loss_at_length", broken)
+    with pytest.raises(train.Diverged, match="validation loss at 4x became nan at step 2: the last good checkpoint"):
+        train.run(config, resume=True)
+
+
+def test_the_callers_config_is_left_alone(tiny):
+    config = tiny(tokenizer="bpe:300", steps=1)
+    before = copy.deepcopy(config)
+    train.run(config)
+    assert config == before
+    assert read_config(config.out)[0].model.vocab_size > config.model.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"), [("1x", ["1x"]), ("0.5x,48", ["0.5x", "48"]), ("1x,64x", ["1x"]), ("none", [])]
+)
+def test_validation_at_the_lengths_asked_for_that_fit(tiny, lengths, found):
+    lines: list[str] = []
+    config = tiny(steps=2, val_every=1, val_lengths=lengths)
+    assert list(train.run(config, progress=lines.append).validation) == found
+    metrics = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
+    assert [list(line.get("validation", {})) for line in metrics] == [found, found]
+    left_out = [line for line in lines if line.startswith("no validation at")]
+    assert left_out == (["no validation at 64x: there are 1,024 tokens to validate on"] if "64x" in lengths else [])
+    assert list(train.run(config, resume=True).validation) == found
+
+
+def test_a_small_text_can_be_trained_with_the_mini_preset(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("".join(f"{n} little words in a short text. " for n in range(1800))[:60_000])
+    settings = {"data": str(tmp_path / "text.txt"), "out": str(tmp_path / "run"), "steps": 1, "device": "cpu"}
+    lines: list[str] = []
+    result = train.run(train.preset("mini", layers=1, width=16, **settings), progress=lines.append)
+    assert list(result.validation) == ["1x", "4x"]
+    assert any(line.startswith("no validation at 16x") for line in lines)
+
+
+def test_validation_that_cannot_be_done_at_any_length_is_refused(tiny):
+    config = tiny(val_tokens=16)
+    with pytest.raises(ValueError, match=r"validation at length 32 needs val_tokens of at least 32"):
+        train.run(config)
+
+
+@pytest.mark.parametrize(("name", "value"), [("tau", 3.0), ("learnable_tau", True)])
+def test_a_lengthscale_for_a_method_without_one_is_refused(tiny, name, value):
+    config = tiny("rope")
+    config.model = dataclasses.replace(config.model, **{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be left unset for 'rope', which has none, got {value}"):
+        train.run(config)
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"data": "nowhere/*.txt"}, {"tokenizer": "nowhere"}, {"wandb": "project"}], ids=str
+)
+def test_a_run_that_cannot_begin_leaves_no_folder(tiny, tmp_path, monkeypatch, changes):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = tiny(out=str(tmp_path / "new" / "run"), **changes)
+    with pytest.raises((ValueError, RuntimeError)):
+        train.run(config)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new" / "run").mkdir(parents=True)
+    with pytest.raises((ValueError, RuntimeError)):
+        train.run(config)
+    assert list((tmp_path / "new" / "run").iterdir()) == []  # a folder that was there stays
 
 
 def test_a_folder_is_never_overwritten(tiny):
@@ -132,6 +241,9 @@ def test_unwritable_folder_is_a_clear_error(tiny, tmp_path):
         ({"val_lengths": ""}, "val_lengths must be text"),
         ({"val_lengths": "4y"}, "val_lengths must read like .* 'none' turns validation off"),
         ({"lr_output": math.nan}, "lr_output must be finite"),
+        ({"micro_tokens": -1}, "micro_tokens must be a positive integer"),
+        ({"out": ""}, "out must be text that is not empty"),
+        ({"data": " "}, "data must be text that is not empty"),
     ],
 )
 def test_bad_settings_name_the_field(tiny, changes, message):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import os
 import signal
 import time
 from pathlib import Path
@@ -14,7 +13,8 @@ from run_files import finish, losses
 from safetensors.torch import load_file
 
 from scaleinv import train
-from scaleinv.train import checkpoint
+from scaleinv.files import FolderInUse
+from scaleinv.train import checkpoint, loop
 from scaleinv.train.store import read_config
 
 
@@ -97,22 +97,6 @@ def test_damaged_checkpoint_is_reported_and_passed_over(tiny, tmp_path, damage, 
     assert losses(config.out) == expected
 
 
-def test_partial_checkpoint_is_not_mistaken_for_one(tiny):
-    config = tiny(steps=4)
-    train.run(config)
-    folder = Path(config.out) / "checkpoints"
-    (folder / ".partial-000099").mkdir()
-    assert checkpoint.newest(folder)[1]["step"] == 4
-    train.run(dataclasses.replace(config, steps=5), resume=True)
-    assert not list(folder.glob(".partial-*"))
-
-
-def test_last_k_checkpoints_are_kept(tiny):
-    config = tiny(steps=10, keep=2)
-    train.run(config)
-    assert sorted(p.name for p in (Path(config.out) / "checkpoints").iterdir()) == ["step-000008", "step-000010"]
-
-
 def test_changed_data_is_refused(tiny, book):
     config = tiny(steps=4)
     train.run(config)
@@ -122,18 +106,6 @@ def test_changed_data_is_refused(tiny, book):
         train.run(dataclasses.replace(config, steps=6), resume=True)
 
 
-def test_full_disk_is_a_clear_error(tiny, monkeypatch):
-    config = tiny(steps=4)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.dcp, "save", full)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step 2 could not be written to .*No space left on device"):
-        train.run(config)
-    assert not list((Path(config.out) / "checkpoints").glob("*"))
-
-
 def test_checkpoints_hold_no_pickle(tiny):
     config = tiny(steps=2)
     train.run(config)
@@ -141,15 +113,98 @@ def test_checkpoints_hold_no_pickle(tiny):
     assert kinds <= {".json", ".jsonl", ".safetensors"}
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
-def test_weights_on_a_full_disk(tiny, monkeypatch):
-    from scaleinv.train import store
+def test_a_run_that_falls_back_keeps_what_it_writes(tiny, monkeypatch):
+    """The newest checkpoint is damaged and keep is 1: what the resumed run saves must not be deleted for it."""
+    config = tiny(steps=4, checkpoint_every=2, keep=1)
+    train.run(config)
+    expected = losses(config.out)
+    folder = Path(config.out) / "checkpoints"
+    weights = next((folder / "step-000004").glob("*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    step = loop._Run._step
 
-    def full(weights, path, metadata=None):
-        with open("/dev/full", "wb") as stream:
-            stream.write(b"x" * 100_000)
+    def die_in_step_4(self, number, factor):
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(self, number, factor)
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(checkpoint.CheckpointError, match="weights could not be written"):
-        train.run(tiny(steps=2))
-    assert store.WEIGHTS == "model.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Run, "_step", die_in_step_4)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(config, resume=True)
+    assert checkpoint.newest(folder)[1]["step"] == 2
+    lines = []
+    train.run(config, resume=True, progress=lines.append)
+    assert f"resuming {config.out} at step 2" in lines
+    assert losses(config.out) == expected
+
+
+def test_only_one_process_may_write_to_a_run(tiny, start):
+    config = tiny(steps=100_000, checkpoint_every=1)
+    process = start(config)
+    wait_for_step(config, 2, process)
+    for resume in (True, False):
+        with pytest.raises(FolderInUse, match=rf"{config.out} is in use by process {process.pid} on \S+"):
+            train.run(config, resume=resume)
+    process.kill()
+    process.wait()
+    done = checkpoint.newest(Path(config.out) / "checkpoints")[1]["step"]
+    assert train.run(dataclasses.replace(config, steps=done + 1), resume=True).finished
+    assert sorted(losses(config.out)) == list(range(1, done + 2))
+    assert not (Path(config.out) / ".lock").exists()
+
+
+def test_what_a_killed_writer_left_is_removed(tiny):
+    config = tiny(steps=2)
+    train.run(config)
+    left = [Path(config.out) / ("." + "0" * 32 + ".model.safetensors"), Path(config.out) / "checkpoints" / ".partial-9"]
+    left[0].write_text("half")
+    left[1].mkdir()
+    train.run(dataclasses.replace(config, steps=3), resume=True)
+    assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_tokens": 64}, "batch_tokens cannot change when a run resumes: it was 128 when .* was written, got 64"),
+        ({"seed": 1}, "seed cannot change"),
+        ({"order": "sequential"}, "order cannot change"),
+        ({"document_masks": True}, "document_masks cannot change"),
+        ({"steps": 3}, "steps must be at least 4, which the run has reached, got 3"),
+    ],
+)
+def test_settings_that_make_another_run_are_refused(tiny, changes, message):
+    config = tiny(steps=4)
+    train.run(config)
+    with pytest.raises(ValueError, match=message):
+        train.run(dataclasses.replace(config, **changes), resume=True)
+
+
+@pytest.mark.parametrize("name", ["train_length", "tau", "rope_base", "layers"])
+def test_an_edited_model_is_refused(tiny, name):
+    config = tiny(steps=4)
+    train.run(config)
+    path = Path(config.out) / "config.json"
+    values = json.loads(path.read_text())
+    values["train"]["model"][name] *= 2
+    path.write_text(json.dumps(values))
+    edited, _ = read_config(path.parent)
+    with pytest.raises(ValueError, match=f"{name} cannot change when a run resumes"):
+        train.run(dataclasses.replace(edited, steps=6), resume=True)
+
+
+def test_learning_rates_and_lengths_may_change(tiny):
+    config = tiny(steps=4)
+    train.run(config)
+    changed = dataclasses.replace(config, steps=6, lr_matrices=0.001, val_lengths="2x", keep=1)
+    assert list(train.run(changed, resume=True).validation) == ["2x"]
+
+
+def test_a_checkpoint_of_something_else_is_refused(tiny):
+    config = tiny(steps=2)
+    train.run(config)
+    checkpoint.save(Path(config.out) / "checkpoints", 3, {"a": torch.zeros(2)}, {}, keep=3)
+    with pytest.raises(ValueError, match=r"step-000003 is not a checkpoint of `scaleinv train`"):
+        train.run(config, resume=True)
