@@ -7,6 +7,7 @@ import torch
 from attention_cases import EVERY, FAST, TRANSFORMS
 
 import scaleinv
+from scaleinv.ops.masks import Geometry, pair_mask
 
 every_backend = pytest.mark.parametrize("backend", EVERY)
 every_transform = pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "logn-context"])
@@ -145,6 +146,65 @@ def test_hidden_keys_may_hold_anything(backend, hiding, garbage):
     for got, want in zip(gradients([query, *spoilt], backend, **options), clean, strict=True):
         assert torch.equal(got, want)
     assert all(torch.all(x.movedim(2, 1)[hidden] == 0) for x in clean[3:])
+
+
+SPOILT = 35
+HIDDEN_FROM_SOME = {
+    "causal": {},
+    "window": {"window": 20},
+    "window-bidirectional": {"window": 20, "causal": False},
+    "documents": {"document_ids": (torch.arange(70) // 30).expand(2, 70)},
+    "documents-bidirectional": {"document_ids": (torch.arange(70) % 3).expand(2, 70), "causal": False},
+    "mask": {"key_mask": (torch.arange(70) % 4 > 0).expand(2, 70), "window": 30},
+    "decoding": {"query_offset": 33, "rows": slice(33, 37)},
+}
+
+
+@every_backend
+@pytest.mark.parametrize("hiding", HIDDEN_FROM_SOME)
+@pytest.mark.parametrize("spoilt", ["key", "value"])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_key_that_some_queries_see_leaves_the_others_alone(backend, hiding, spoilt, garbage):
+    options = dict(HIDDEN_FROM_SOME[hiding])
+    rows = options.pop("rows", slice(0, 70))
+    query, key, value = tensors()
+    given = {"query": query[:, :, rows], "key": key, "value": value}
+    clean = gradients(given.values(), backend, **options)
+    given[spoilt] = given[spoilt].clone()
+    given[spoilt][:, :, SPOILT] = garbage
+    out, lse, grad_query, grad_key, grad_value = gradients(given.values(), backend, **options)
+
+    geometry = Geometry.of(
+        given["query"].shape[2], 70, options.get("query_offset", 0), options.get("causal", True), options.get("window")
+    )
+    visible = pair_mask(geometry, options.get("document_ids"), options.get("key_mask"), query.device)[0, 0]
+    spared = ~visible[:, SPOILT]  # queries
+    unread = ~visible[~spared].any(0)  # keys that no spoilt query sees
+    assert spared.any()
+    assert not spared.all()
+    for got, want in zip((out, lse, grad_query), clean[:3], strict=True):
+        close(got[:, :, spared], want[:, :, spared])
+    for got, want in zip((grad_key, grad_value), clean[3:], strict=True):
+        close(got[:, :, unread], want[:, :, unread])
+    if math.isnan(garbage):
+        assert out[:, :, ~spared].isnan().all()
+
+
+@every_backend
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_reaches_only_what_its_query_sees(backend, garbage):
+    document_ids = (torch.arange(70) // 35).expand(2, 70)
+
+    def grads(change):
+        leaves = [x.requires_grad_() for x in tensors()]
+        out = scaleinv.attention(*leaves, document_ids=document_ids, backend=backend)
+        incoming = torch.ones_like(out)
+        incoming[:, :, 40] = change
+        return torch.autograd.grad(out, leaves, incoming)
+
+    for got, want in zip(grads(garbage), grads(1.0), strict=True):
+        close(got[:, :, :35], want[:, :, :35])
+        assert not got[:, :, 35:].isfinite().all()
 
 
 @every_backend

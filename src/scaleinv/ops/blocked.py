@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scaleinv.ops import operator
 from scaleinv.ops.call import Call, DiagonalCall
+from scaleinv.ops.hidden import product, tame
 from scaleinv.ops.masks import Geometry
 
 BLOCK = 128
@@ -37,15 +38,15 @@ def forward(call: DiagonalCall) -> tuple[Tensor, Tensor]:
     q, k, v = _prepared(call)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf)
+    careful = not tame(q, k, v)
     for rows, keys in _blocks(call.geometry, q.shape[0] * heads):
-        logits = _scores(_reversed(q, rows, kv_heads), k[:, :, keys])
-        gain, shift = _tables(call, rows, keys)
-        logits = torch.addcmul(shift, logits, gain)
-        _hide(logits, call, rows, keys)
+        scores = _scores(_reversed(q, rows, kv_heads), k[:, :, keys])
+        visible = _visible(call, rows, keys, scores) if careful else None
+        logits = _logits(call, rows, keys, scores, visible)[0]
         total = torch.logsumexp(logits, dim=-1, keepdim=True)  # [B, KV, G, rows, 1]
-        weights = logits.sub_(_finite(total)).exp_()
+        weights = _weights(logits, total, visible)
         lse[:, :, rows] = _restored(total).squeeze(-1)
-        out[:, :, rows] = _restored(_times(weights, v[:, :, keys]))
+        out[:, :, rows] = _restored(_times(weights, v[:, :, keys], visible))
     return out, lse
 
 
@@ -56,22 +57,24 @@ def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, t
     g = grad_out.to(q.dtype)
     grad_query, grad_key, grad_value = (x.new_zeros(x.shape) for x in (q, k, v))
     diagonals = q.new_zeros(2, heads, call.gain.shape[1] if table_grads else 0)
+    careful = not tame(q, k, v, g, _finite(lse), delta)
     for rows, keys in _blocks(call.geometry, q.shape[0] * heads):
         block_q, block_g = _reversed(q, rows, kv_heads), _reversed(g, rows, kv_heads)
         scores = _scores(block_q, k[:, :, keys])
-        gain, shift = _tables(call, rows, keys)
-        weights = torch.addcmul(shift, scores, gain)
-        _hide(weights, call, rows, keys)
-        weights.sub_(_finite(_reversed(lse[..., None], rows, kv_heads))).exp_()
-        grad_value[:, :, keys] += _transposed_times(weights, block_g)
+        visible = _visible(call, rows, keys, scores) if careful else None
+        logits, gain = _logits(call, rows, keys, scores, visible)
+        weights = _weights(logits, _reversed(lse[..., None], rows, kv_heads), visible)
+        grad_value[:, :, keys] += _transposed_times(weights, block_g, visible)
         grad_logits = _scores(block_g, v[:, :, keys]).sub_(_reversed(delta[..., None], rows, kv_heads)).mul_(weights)
+        if visible is not None:
+            grad_logits.masked_fill_(~visible, 0)
         if table_grads:
             span = _span(call.geometry, rows, keys)
             diagonals[0, :, span] += _diagonal_sums(grad_logits * scores, heads)
             diagonals[1, :, span] += _diagonal_sums(grad_logits, heads)
         grad_scores = grad_logits.mul_(gain)
-        grad_query[:, :, rows] = _restored(_times(grad_scores, k[:, :, keys]))
-        grad_key[:, :, keys] += _transposed_times(grad_scores, block_q)
+        grad_query[:, :, rows] = _restored(_times(grad_scores, k[:, :, keys], visible))
+        grad_key[:, :, keys] += _transposed_times(grad_scores, block_q, visible)
     grad_query *= call.scale
     return operator.Gradients(
         grad_query,
@@ -119,14 +122,46 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return (query.flatten(2, 3) @ key.transpose(-1, -2)).unflatten(2, query.shape[2:4])
 
 
-def _times(weights: Tensor, x: Tensor) -> Tensor:
+def _times(weights: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
     """weights ``[B, KV, G, rows, keys]`` times ``[B, KV, keys, D]``."""
-    return (weights.flatten(2, 3) @ x).unflatten(2, weights.shape[2:4])
+    return _product(weights.flatten(2, 3), x, visible).unflatten(2, weights.shape[2:4])
 
 
-def _transposed_times(weights: Tensor, x: Tensor) -> Tensor:
+def _transposed_times(weights: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
     """weightsᵀ times ``[B, KV, G, rows, D]``, summed over the group: ``[B, KV, keys, D]``."""
-    return weights.flatten(2, 3).transpose(-1, -2) @ x.flatten(2, 3)
+    turned = None if visible is None else visible.flatten(2, 3).transpose(-1, -2)
+    return _product(weights.flatten(2, 3).transpose(-1, -2), x.flatten(2, 3), turned)
+
+
+def _product(weights: Tensor, x: Tensor, visible: Tensor | None) -> Tensor:
+    return weights @ x if visible is None else product(weights, x, visible.reshape(weights.shape))
+
+
+def _logits(
+    call: DiagonalCall, rows: slice, keys: slice, scores: Tensor, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The block's logits, -inf where hidden, and its gains; scores of hidden pairs become 0 if ``visible`` is given."""
+    if visible is not None:
+        scores.masked_fill_(~visible, 0)
+    gain, shift = _tables(call, rows, keys)
+    logits = torch.addcmul(shift, scores, gain)
+    for hidden in _masks(call, rows, keys):
+        logits.masked_fill_(hidden, -torch.inf)
+    return logits, gain
+
+
+def _weights(logits: Tensor, lse: Tensor, visible: Tensor | None) -> Tensor:
+    """exp(logits - lse), in place; 0 where hidden, even if lse is NaN, when ``visible`` is given."""
+    weights = logits.sub_(_finite(lse)).exp_()
+    return weights if visible is None else weights.masked_fill_(~visible, 0)
+
+
+def _visible(call: DiagonalCall, rows: slice, keys: slice, scores: Tensor) -> Tensor:
+    """Which pairs of the block are visible, bool in the scores' shape."""
+    visible = (_tables(call, rows, keys)[1] != -torch.inf).expand(scores.shape).clone()
+    for hidden in _masks(call, rows, keys):
+        visible &= ~hidden
+    return visible
 
 
 def _span(geometry: Geometry, rows: slice, keys: slice) -> slice:
@@ -148,14 +183,13 @@ def _tables(call: DiagonalCall, rows: slice, keys: slice) -> tuple[Tensor, Tenso
     return view(call.gain), view(call.shift)
 
 
-def _hide(logits: Tensor, call: DiagonalCall, rows: slice, keys: slice) -> None:
-    """-inf, in place, where documents differ or the key is masked."""
+def _masks(call: DiagonalCall, rows: slice, keys: slice) -> Iterator[Tensor]:
+    """What hides a pair beside its distance, True where it does: ``[B, 1, 1, rows or 1, keys]``."""
     if call.document_ids is not None and call.query_documents is not None:
         own = call.query_documents[:, rows].flip(1)
-        other = own[:, :, None] != call.document_ids[:, None, keys]  # [B, rows, keys]
-        logits.masked_fill_(other[:, None, None], -torch.inf)
+        yield (own[:, :, None] != call.document_ids[:, None, keys])[:, None, None]
     if call.key_mask is not None:
-        logits.masked_fill_(~call.key_mask[:, None, None, None, keys], -torch.inf)
+        yield ~call.key_mask[:, None, None, None, keys]
 
 
 def _finite(lse: Tensor) -> Tensor:

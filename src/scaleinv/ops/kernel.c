@@ -43,6 +43,8 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 #define ROUND_UP(n, to) (((n) + (to) - 1) / (to) * (to))
 
+enum { FAILED = 1, NOT_TAME = 2 }; /* what the entry points return beside 0; after NOT_TAME the result is void */
+
 typedef struct {
     const float *data;
     int64_t batch, head, row; /* strides in elements; channels are contiguous */
@@ -135,6 +137,23 @@ static __attribute__((noinline)) void tile(float *out, int64_t stride, int add, 
         FOR_TILE(r, v) store(out + r * stride + v * LANES, sum[r][v]);
 }
 
+/* NaN, infinity, or so large that products overflow: such a number would spread to hidden pairs, for 0 * NaN is NaN. */
+#define TAME 1e15f
+#define WILD(x) (!((x) <= TAME && (x) >= -TAME))
+
+INLINE void note_wild(const float *row, int64_t n, int *wild) {
+    ivec found = {0};
+    int64_t k = 0;
+    for (; k + LANES <= n; k += LANES) found |= ~((load(row + k) <= TAME) & (load(row + k) >= -TAME));
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= found[i];
+    for (; k < n; k++) any |= WILD(row[k]);
+    if (any) {
+#pragma omp atomic write
+        *wild = 1;
+    }
+}
+
 /* Keys [from, to) with channels as rows: panels [NR keys][dim][NR]. Keys outside [0, count) or masked become 0. */
 static void pack_transposed(float *panels, const float *rows, int64_t stride, int64_t dim, int64_t from, int64_t to,
                             int64_t count, const int32_t *segment) {
@@ -153,10 +172,11 @@ static void pack_transposed(float *panels, const float *rows, int64_t stride, in
 
 /* Rows [from, to) as they are: panels of NR channels, panel p at panels + p * length * NR, [length rows][NR]. */
 static void pack_rows(float *panels, int64_t length, const float *rows, int64_t stride, int64_t dim, int64_t from,
-                      int64_t to, int64_t count, const int32_t *segment) {
+                      int64_t to, int64_t count, const int32_t *segment, int *wild) {
     for (int64_t j = from; j < to; j++) {
         int visible = j < count && (!segment || segment[j] >= 0);
         const float *row = rows + j * stride;
+        if (visible) note_wild(row, dim, wild);
         for (int64_t c = 0; c < dim; c += NR) {
             float *line = panels + (c / NR * length + (j - from)) * NR;
             int64_t width = MIN(NR, dim - c);
@@ -240,12 +260,21 @@ static int segments_meet(const Call *c, int64_t b, int64_t q0, int64_t q1, int64
     return ql <= kh && kl <= qh;
 }
 
-/* Scores of query i and the NR keys from `key` on become logits, in place: a * s + m, -inf where documents differ. */
-INLINE void logits_row(const Call *c, const Tables *t, int64_t head, int64_t i, int64_t key, int32_t segment,
+/* Does a tile of MR queries from `query` on and NR keys from `key` on hold pairs that their distance hides? */
+INLINE int at_edge(const Call *c, int64_t query, int64_t key) {
+    int64_t t = c->offset + query - key;
+    return t - (NR - 1) < c->min_distance || t + (MR - 1) > c->max_distance;
+}
+
+/* Scores of query i and the NR keys from `key` on become logits, in place: a * s + m, -inf where the pair is hidden. At
+ * an edge that is said aloud: the score of a hidden key may be NaN or infinite. */
+INLINE void logits_row(const Call *c, const Tables *t, int64_t head, int64_t i, int64_t key, int edge, int32_t segment,
                        const int32_t *key_segment, float *row) {
     int64_t x = table_start(c, t, head, i) + key;
     for (int v = 0; v < NR; v += LANES) {
-        vec logit = load(t->gain + x + v) * load(row + v) + load(t->shift + x + v);
+        vec shift = load(t->shift + x + v);
+        vec logit = load(t->gain + x + v) * load(row + v) + shift;
+        if (edge) logit = choose(shift == -INFINITY, shift, logit);
         if (key_segment) logit = choose(*(const iloose *)(key_segment + v) == segment, logit, all(-INFINITY));
         store(row + v, logit);
     }
@@ -292,9 +321,10 @@ static void forward_block(const Call *c, const Tables *t, const ForwardScratch *
                 float *target = s->logits + p * MR * BLOCK_KEYS + j;
                 tile(target, BLOCK_KEYS, 0, s->query + p * MR * c->dim, c->dim, 1, panel, c->dim);
                 const int32_t *segment = c->query_segment ? c->query_segment + b * c->queries : 0;
+                int edge = at_edge(c, q0 + p * MR, k0 + j);
                 for (int r = 0; r < MR; r++) {
                     int64_t i = q0 + p * MR + r;
-                    logits_row(c, t, h, i, k0 + j, segment ? segment[MIN(i, c->queries - 1)] : 0,
+                    logits_row(c, t, h, i, k0 + j, edge, segment ? segment[MIN(i, c->queries - 1)] : 0,
                                segment ? s->key_segment + j : 0, target + r * BLOCK_KEYS);
                 }
             }
@@ -346,6 +376,7 @@ static void forward_block(const Call *c, const Tables *t, const ForwardScratch *
 int scaleinv_forward(const Call *c) {
     int64_t groups = c->heads / c->kv_heads, blocks = (c->queries + BLOCK_ROWS - 1) / BLOCK_ROWS;
     int64_t value_dim = ROUND_UP(c->value_dim, NR), low, high, failed = 0;
+    int wild = 0;
     visible_keys(c, 0, c->queries - 1, &low, &high);
     int64_t base = low - low % NR, packed_keys = ROUND_UP(high - base, NR);
     /* So many key heads at once that every thread has work, and no more: packed copies stay small. */
@@ -378,7 +409,7 @@ int scaleinv_forward(const Call *c) {
                                     segment);
                     pack_rows(packed_value + n * packed_keys * value_dim + (k0 - base) * NR, packed_keys,
                               c->value.data + b * c->value.batch + kv * c->value.head, c->value.row, c->value_dim, k0,
-                              k1, high, segment);
+                              k1, high, segment, &wild);
                 }
 #pragma omp for schedule(dynamic, 1)
             for (int64_t task = 0; task < here * groups * blocks; task++) {
@@ -393,7 +424,7 @@ int scaleinv_forward(const Call *c) {
         free(s.query), free(s.logits), free(s.out), free(s.key_segment);
     }
     free(packed_key), free(packed_value), free(t.gain), free(t.shift);
-    return (int)failed;
+    return failed ? FAILED : wild ? NOT_TAME : 0;
 }
 
 /* ---------------------------------------------------------------- a decoding step: few queries, many keys */
@@ -505,7 +536,7 @@ int scaleinv_decode(const Call *c) {
         free(weights);
     }
     free(partial), free(t.gain), free(t.shift);
-    return (int)failed;
+    return failed ? FAILED : 0;
 }
 
 /* ---------------------------------------------------------------- backward */
@@ -543,8 +574,8 @@ static void backward_tile(const Call *c, const Tables *t, const BackwardScratch 
     const int32_t *segment = c->query_segment ? c->query_segment + b * c->queries : 0;
     for (int r = 0; r < MR; r++) {
         int64_t row = p * MR + r, i = q0 + row, x = table_start(c, t, h, i) + k0 + j;
-        logits_row(c, t, h, i, k0 + j, segment ? segment[MIN(i, c->queries - 1)] : 0, segment ? s->key_segment + j : 0,
-                   logits + r * NR);
+        logits_row(c, t, h, i, k0 + j, 0, segment ? segment[MIN(i, c->queries - 1)] : 0,
+                   segment ? s->key_segment + j : 0, logits + r * NR);
         for (int v = 0; v < NR; v += LANES) {
             vec weight = exponential(load(logits + r * NR + v) - s->lse[row]);
             vec grad = weight * (load(grads + r * NR + v) - s->delta[row]);
@@ -620,7 +651,7 @@ static void add_rows(float *rows, const float *block, int64_t count, int64_t dim
 
 /* Keys [k0, k1) of one key head: all the query heads of its group, one after the other. */
 static void backward_keys(const Call *c, const Tables *t, BackwardScratch *s, int64_t b, int64_t kv, int64_t chunk,
-                          int64_t k0, int64_t k1, int64_t high) {
+                          int64_t k0, int64_t k1, int64_t high, int *wild) {
     int64_t groups = c->heads / c->kv_heads, padded = ROUND_UP(c->queries, MR), diagonals = c->queries + c->keys - 1;
     int64_t dim = ROUND_UP(c->dim, NR), value_dim = ROUND_UP(c->value_dim, NR);
     const float *keys = c->key.data + b * c->key.batch + kv * c->key.head;
@@ -631,14 +662,21 @@ static void backward_keys(const Call *c, const Tables *t, BackwardScratch *s, in
         float *grad_query = c->grad_query + slot * padded * dim;
         float *grad_table = c->grad_table ? c->grad_table + slot * 2 * diagonals : 0;
         pack_rows(s->query_panels, padded, c->query.data + b * c->query.batch + h * c->query.head, c->query.row, c->dim,
-                  0, padded, c->queries, 0);
+                  0, padded, c->queries, 0, wild);
         pack_rows(s->grad_out_panels, padded, c->grad_out.data + b * c->grad_out.batch + h * c->grad_out.head,
-                  c->grad_out.row, c->value_dim, 0, padded, c->queries, 0);
+                  c->grad_out.row, c->value_dim, 0, padded, c->queries, 0, wild);
+        note_wild(c->delta + (b * c->heads + h) * c->queries, c->queries, wild);
+        for (int64_t i = 0; i < c->queries; i++) {
+            float lse = c->lse[(b * c->heads + h) * c->queries + i];
+            if (lse != -INFINITY) note_wild(&lse, 1, wild);
+        }
         for (int64_t start = k0; start < k1; start += BLOCK_KEYS) {
             int64_t stop = MIN(start + BLOCK_KEYS, k1), end = start + ROUND_UP(stop - start, NR);
             pack_transposed(s->key_transposed, keys, c->key.row, c->dim, start, end, high, segment);
             pack_transposed(s->value_transposed, values, c->value.row, c->value_dim, start, end, high, segment);
-            pack_rows(s->key_panels, BLOCK_KEYS, keys, c->key.row, c->dim, start, end, high, segment);
+            pack_rows(s->key_panels, BLOCK_KEYS, keys, c->key.row, c->dim, start, end, high, segment, wild);
+            for (int64_t j = start; j < MIN(end, high); j++)
+                if (!segment || segment[j] >= 0) note_wild(values + j * c->value.row, c->value_dim, wild);
             memset(s->grad_key, 0, BLOCK_KEYS * dim * sizeof(float));
             memset(s->grad_value, 0, BLOCK_KEYS * value_dim * sizeof(float));
             for (int64_t j = 0; j < BLOCK_KEYS && segment; j++)
@@ -659,6 +697,7 @@ static void backward_keys(const Call *c, const Tables *t, BackwardScratch *s, in
 int scaleinv_backward(const Call *c) {
     int64_t padded = ROUND_UP(c->queries, MR), dim = ROUND_UP(c->dim, NR), value_dim = ROUND_UP(c->value_dim, NR);
     int64_t pairs = c->batches * c->kv_heads, low, high, failed = 0;
+    int wild = 0;
     visible_keys(c, 0, c->queries - 1, &low, &high);
     low -= low % NR;
     int64_t blocks = (high - low + BLOCK_KEYS - 1) / BLOCK_KEYS;
@@ -696,13 +735,13 @@ int scaleinv_backward(const Call *c) {
                 int64_t from = low + blocks * chunk / c->chunks * BLOCK_KEYS;
                 int64_t to = MIN(low + blocks * (chunk + 1) / c->chunks * BLOCK_KEYS, high);
                 if (from < to)
-                    backward_keys(c, &t, &s, pair / c->kv_heads, pair % c->kv_heads, chunk, from, to, high);
+                    backward_keys(c, &t, &s, pair / c->kv_heads, pair % c->kv_heads, chunk, from, to, high, &wild);
             }
         }
         for (int n = 0; n < 12; n++) free(all_scratch[n]);
     }
     free(t.gain), free(t.shift);
-    return (int)failed;
+    return failed ? FAILED : wild ? NOT_TAME : 0;
 }
 
 /* What this build is made of, for the caller to size its buffers and to check: MR, NR, the bytes of a Call. */

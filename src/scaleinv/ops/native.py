@@ -2,6 +2,7 @@
 
 Building takes a few seconds, once for each machine: the library is kept in the user's cache folder under a name made
 from the source, the compiler and the CPU. Without a compiler, `obstacle` says so and the plain twin (blocked.py) runs.
+The twin also takes over where inputs hold NaN or infinity, which hidden pairs must not spread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scaleinv.machine import cache_folder
-from scaleinv.ops import operator
+from scaleinv.ops import blocked, operator
 from scaleinv.ops.call import Call, DiagonalCall
 from scaleinv.ops.masks import query_documents
 
@@ -85,9 +86,12 @@ class Kernel:
         if call_bytes != ctypes.sizeof(_Call):
             raise OSError(f"{path} was built from another version of kernel.c: delete it")
 
-    def run(self, name: str, call: _Call) -> None:
-        if getattr(self.library, name)(ctypes.byref(call)):
+    def run(self, name: str, call: _Call) -> bool:
+        """Call one of its functions; False if it met numbers that are not tame (see `scaleinv.ops.hidden`)."""
+        code = getattr(self.library, name)(ctypes.byref(call))
+        if code == 1:
             raise MemoryError(f"{name} could not allocate its work space")
+        return code == 0
 
 
 @functools.cache
@@ -137,7 +141,8 @@ def forward(call: DiagonalCall) -> tuple[Tensor, Tensor]:
     segments = _segments(call)
     arguments = _arguments(given, segments, lse)
     arguments.out = out.data_ptr()
-    _kernel().run("scaleinv_decode" if few else "scaleinv_forward", arguments)
+    if not _kernel().run("scaleinv_decode" if few else "scaleinv_forward", arguments):
+        return blocked.forward(call)
     return out, lse
 
 
@@ -161,7 +166,8 @@ def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, t
         arguments.grad_query = grad_query.data_ptr()
         arguments.grad_key, arguments.grad_value = grad_key.data_ptr(), grad_value.data_ptr()
         arguments.grad_table = grad_table.data_ptr() if grad_table is not None else None
-        kernel.run("scaleinv_backward", arguments)
+        if not kernel.run("scaleinv_backward", arguments):
+            return blocked.backward(call, grad_out, lse, delta, table_grads)
     grad_query = (grad_query.sum(0) if chunks > 1 else grad_query[0])[:, :, :queries, :dim]
     diagonals = None if grad_table is None else grad_table.sum((0, 1)).transpose(0, 1)  # [2, H, Nq + Nk - 1]
     return operator.Gradients(

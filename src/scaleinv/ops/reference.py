@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from scaleinv.ops.call import Call
+from scaleinv.ops.hidden import scores, weighted
 from scaleinv.ops.masks import pair_mask
 from scaleinv.ops.precision import no_autocast
 
@@ -24,20 +25,18 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 def _attention(call: Call) -> tuple[Tensor, Tensor]:
     geometry, dtype, device = call.geometry, call.compute_dtype, call.device
     visible = pair_mask(geometry, call.document_ids, call.key_mask, device)
-    unseen = ~visible.any(dim=2)[..., None]  # a key that no query sees may hold anything, NaN included
     groups = call.query.shape[1] // call.key.shape[1]
     q = call.query.to(dtype)
-    k = call.key.to(dtype).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
-    v = call.value.to(dtype).masked_fill(unseen, 0).repeat_interleave(groups, dim=1)
+    k = call.key.to(dtype).repeat_interleave(groups, dim=1)
+    v = call.value.to(dtype).repeat_interleave(groups, dim=1)
 
     start, stop = geometry.table_range()
     a, m = call.logits.table_range(start, stop, dtype=dtype, device=device)
     t = (geometry.distances(device).abs() - start).clamp(0, stop - start - 1)  # what lies outside is hidden below
-    S = call.scale * q @ k.transpose(-1, -2)
+    S = call.scale * scores(q, k, visible)
     L = (a[:, t] * S + m[:, t]).masked_fill(~visible, -torch.inf)
 
     blind = ~visible.any(dim=-1)  # queries that see nothing: output 0, logsumexp -inf
-    L = L.masked_fill(blind[..., None], 0)
-    lse = torch.logsumexp(L, dim=-1)
-    A = torch.exp(L - lse[..., None]).masked_fill(blind[..., None], 0)
-    return (A @ v).to(call.value.dtype), lse.masked_fill(blind, -torch.inf)
+    lse = torch.logsumexp(L.masked_fill(blind[..., None], 0), dim=-1)
+    A = torch.exp(L - lse[..., None]).masked_fill(~visible, 0)
+    return weighted(A, v, visible).to(call.value.dtype), lse.masked_fill(blind, -torch.inf)
