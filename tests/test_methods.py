@@ -23,6 +23,8 @@ ROWS = {  # SPEC: rotary, logits, what changes at inference, whose model it uses
     "scale-invariant-nope": (rotary.NoPE, scaleinv.ScaleInvariant, None, "scale-invariant-nope"),
     "infini-rope": (rotary.RoPE, scaleinv.Plain, None, "infini-rope"),
     "infini-p-rope": (rotary.PRoPE, scaleinv.Plain, None, "infini-p-rope"),
+    "scale-invariant-rope+yarn": (rotary.RoPE, scaleinv.ScaleInvariant, "yarn-frequencies", "scale-invariant-rope"),
+    "scale-invariant-rope+ntk": (rotary.RoPE, scaleinv.ScaleInvariant, "ntk", "scale-invariant-rope"),
 }
 every_row = pytest.mark.parametrize("name", ROWS)
 
@@ -31,7 +33,7 @@ def get(name, **changes):
     return methods.get(name, **({"heads": 6, "head_dim": 128} | changes))
 
 
-def test_names_are_the_papers_rows_in_order():
+def test_names_are_the_papers_methods_in_order_and_then_ours():
     assert methods.names() == list(ROWS)
 
 
@@ -75,10 +77,10 @@ def test_only_ntk_and_yarn_stretch_and_only_beyond_the_training_length(name, len
     if method.stretch is None or length <= 4096:
         assert stretched is method.rotary
     else:
-        change = {"ntk": rotary.ntk, "yarn": rotary.yarn}[method.stretch]
+        change = rotary.ntk if method.stretch == "ntk" else rotary.yarn
         want = change(method.rotary, length, 4096)
         assert torch.equal(stretched.frequencies, want.frequencies)
-        assert stretched.attention_factor == want.attention_factor
+        assert stretched.attention_factor == (1 if method.stretch == "yarn-frequencies" else want.attention_factor)
         assert not torch.equal(stretched.frequencies, method.rotary.frequencies)
 
 

@@ -59,6 +59,9 @@ class TestFrequencies:
         close(ours.frequencies, inv_freq)
         assert ours.attention_factor == pytest.approx(factor)
         assert ours.attention_factor == pytest.approx(0.1 * math.log(stretch) + 1)
+        without = rotary.yarn(rotary.RoPE(dim, base), length, TRAINED, attention_factor=False)
+        assert torch.equal(without.frequencies, ours.frequencies)
+        assert without.attention_factor == 1
 
     @pytest.mark.parametrize("beta_fast", [16.0, 64.0])
     def test_yarns_ramp(self, beta_fast):

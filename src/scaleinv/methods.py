@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from scaleinv.constants import TAU
 
@@ -19,13 +20,17 @@ if TYPE_CHECKING:  # the names alone are torch-free: `scaleinv --help` shows the
     from scaleinv.rotary import Rotary
 
 
+Stretch = Literal["ntk", "yarn", "yarn-frequencies"]
+"""Dynamic NTK, YaRN, or YaRN's frequencies without its attention factor."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What a name stands for, before it is sized for a model."""
 
     rotary: Literal["rope", "p-rope", "none"]
     logits: Literal["plain", "logn", "alibi", "scale-invariant"]
-    stretch: Literal["ntk", "yarn"] | None = None
+    stretch: Stretch | None = None
     """How a RoPE-trained model's rotary is changed at inference beyond the training length."""
     trained_as: str | None = None
     """The row whose trained model this one uses; None for itself."""
@@ -48,6 +53,11 @@ ROWS: dict[str, Row] = {
     "scale-invariant-nope": Row("none", "scale-invariant"),
     "infini-rope": Row("rope", "plain", infini=True),
     "infini-p-rope": Row("p-rope", "plain", infini=True),
+    # Beyond the paper. The logits sharpen with the length already, so YaRN's factor would do it twice.
+    "scale-invariant-rope+yarn": Row(
+        "rope", "scale-invariant", stretch="yarn-frequencies", trained_as="scale-invariant-rope"
+    ),
+    "scale-invariant-rope+ntk": Row("rope", "scale-invariant", stretch="ntk", trained_as="scale-invariant-rope"),
 }
 
 
@@ -60,7 +70,7 @@ class Encoding:
     train_length: int
     trained_as: str
     """The row whose trained model this one uses: its own name, unless it only acts at inference."""
-    stretch: Literal["ntk", "yarn"] | None = None
+    stretch: Stretch | None = None
     infini: bool = False
     """The model must run Infini-attention around the (local) logits."""
 
@@ -70,7 +80,11 @@ class Encoding:
             return self.rotary
         from scaleinv.rotary import RoPE, ntk, yarn
 
-        changes = {"ntk": ntk, "yarn": yarn}
+        changes: dict[str, Callable[[RoPE, int, int], Rotary]] = {
+            "ntk": ntk,
+            "yarn": yarn,
+            "yarn-frequencies": functools.partial(yarn, attention_factor=False),
+        }
         _check(self.name, "stretch", self.stretch, changes)
         assert isinstance(self.rotary, RoPE)
         return changes[self.stretch](self.rotary, length, self.train_length)
@@ -89,7 +103,7 @@ class Method(Encoding):
 
 
 def names() -> list[str]:
-    """All rows, in the paper's order."""
+    """All methods: the paper's in its order, then those beyond it."""
     return list(ROWS)
 
 
@@ -155,7 +169,7 @@ def get(
     _check(name, "rotary", found.rotary, rotaries)
     _check(name, "logits", found.logits, transforms)
     if found.stretch is not None:
-        _check(name, "stretch", found.stretch, ("ntk", "yarn"))
+        _check(name, "stretch", found.stretch, get_args(Stretch))
     return Method(
         name=name,
         rotary=rotaries[found.rotary](),

@@ -123,12 +123,21 @@ def ntk(rope: RoPE, length: int, train_length: int) -> Rotary:
     return RoPE(rope.dim, rope.base * (length / train_length) ** (rope.dim / (rope.dim - 2)))
 
 
-def yarn(rope: RoPE, length: int, train_length: int, beta_fast: float = 32.0, beta_slow: float = 1.0) -> Rotary:
+def yarn(
+    rope: RoPE,
+    length: int,
+    train_length: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    *,
+    attention_factor: bool = True,
+) -> Rotary:
     """YaRN (Peng et al. 2023, arXiv 2309.00071): `rope` for ``length`` tokens, trained on ``train_length``.
 
     Channels that turn more than ``beta_fast`` times over the training length keep their frequency, those under
     ``beta_slow`` turns are slowed by ``s = length/train_length``, and between them a linear ramp mixes the two. cos and
-    sin grow by ``0.1 ln(s) + 1``. At or below the training length nothing changes.
+    sin grow by ``0.1 ln(s) + 1``, unless ``attention_factor`` is off: for logits that sharpen with the length by
+    themselves. At or below the training length nothing changes.
     """
     _check_lengths(rope, length, train_length)
     if not beta_fast > beta_slow > 0:
@@ -146,7 +155,8 @@ def yarn(rope: RoPE, length: int, train_length: int, beta_fast: float = 32.0, be
     pairs = torch.arange(rope.dim // 2, dtype=torch.float64, device="cpu")
     slowed = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
     own = _rope_frequencies(rope.dim, rope.base)
-    return Rotary(own * (1 - slowed) + own / factor * slowed, attention_factor=0.1 * math.log(factor) + 1)
+    growth = 0.1 * math.log(factor) + 1 if attention_factor else 1.0
+    return Rotary(own * (1 - slowed) + own / factor * slowed, attention_factor=growth)
 
 
 def _rope_frequencies(dim: int, base: float) -> Tensor:

@@ -29,7 +29,7 @@ def test_cached_logits_equal_full_logits(method, kind):
     assert cache.length == 90
 
 
-@pytest.mark.parametrize("method", ["rope+ntk", "yarn", "logn+ntk"])
+@pytest.mark.parametrize("method", ["rope+ntk", "yarn", "logn+ntk", "scale-invariant-rope+yarn"])
 @torch.no_grad()
 def test_a_stretched_rotary_never_leaves_stale_keys(method):
     """Without the final length, each piece equals a full forward over the text so far."""

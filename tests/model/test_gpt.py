@@ -131,16 +131,17 @@ def test_every_parameter_learns():
         assert not idle, (method, idle)
 
 
-def test_rows_share_a_model_only_where_they_are_trained_alike():
-    model = small("rope")
+@pytest.mark.parametrize(("trained", "used"), [("rope", "yarn"), ("scale-invariant-rope", "scale-invariant-rope+yarn")])
+def test_methods_share_a_model_only_where_they_are_trained_alike(trained, used):
+    model = small(trained)
     tokens = torch.randint(0, 50, (1, 100))
     with torch.no_grad():
         plain = model(tokens)
-        model.use_method("yarn")
-        yarn = model(tokens)
-        model.use_method("rope")
+        model.use_method(used)
+        stretched = model(tokens)
+        model.use_method(trained)
         assert torch.equal(model(tokens), plain)
-    assert not torch.allclose(plain, yarn, atol=1e-2)
+    assert not torch.allclose(plain, stretched, atol=1e-2)
     with pytest.raises(ValueError, match="cannot serve as 'alibi'"):
         model.use_method("alibi")
 

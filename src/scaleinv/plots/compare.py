@@ -40,7 +40,7 @@ FOUND = "share of needles found"
 MAGNIFIED = 3
 """A second panel shows the lower half of all losses where that makes it so many times as tall."""
 
-OTHERS = ("#EE3377", "#009988", "#CC3311", "#33BBEE", "#BBBBBB")
+OTHERS = ("#EE3377", "#009988", "#BBBBBB")
 """For what `style` has no colour for: the rest of Paul Tol's "vibrant" scheme."""
 
 
