@@ -1,12 +1,15 @@
 """Ranks that share each sequence train the model that one process trains."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from run_files import finish, losses
 
 from scaleinv import train
+from scaleinv.eval.loss import evaluate, read_evaluation
 from scaleinv.train.logs import read_metrics
 
 
@@ -62,3 +65,19 @@ def test_sequences_that_cannot_be_shared_are_refused(tiny, start, ranks, length,
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     assert message in output
+
+
+@pytest.mark.slow
+def test_evaluation_over_ranks_equals_one_process(tiny, tmp_path):
+    config = tiny(steps=4)
+    train.run(config)
+    alone = evaluate(config.out, "1x,4x", tokens=1024, device="cpu")[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "scaleinv"]
+    command += ["evaluate", config.out, "--lengths", "1x,4x", "--tokens", "1024", "--context-parallel", "2"]
+    done = subprocess.run([*command, "--device", "cpu"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("4x (128 tokens)") == 1  # rank 0 alone reports
+    shared = read_evaluation(alone.path(Path(config.out) / "evaluations"))
+    for label, found in alone.lengths.items():
+        assert shared.lengths[label].mean == pytest.approx(found.mean, rel=1e-5)
+        assert shared.lengths[label].positions == [pytest.approx(x, rel=1e-4) for x in found.positions]

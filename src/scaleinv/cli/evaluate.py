@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from scaleinv.cli.common import add_device, add_lengths, add_methods, command, count, device, number, path
@@ -23,6 +24,13 @@ def add(commands: Any) -> None:
     option("--tokens", type=count, help="held-out tokens to use at most; default: 524,288")
     option("--step", type=number(int, least=0), help="a checkpoint by its step; default: the newest weights")
     option("--out", type=path, help="folder for the JSON; default: RUN/evaluations")
+    option(
+        "--context-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="torchrun's ranks that share each window; default: 1",
+    )
     add_device(parser)
 
 
@@ -42,6 +50,8 @@ def run(options: argparse.Namespace) -> None:
         device=where,
         out=out,
         progress=terminal,
+        context_parallel=options.context_parallel,
     )
-    for result in results:
-        print(result.path(out))
+    if int(os.environ.get("RANK", 0)) == 0:
+        for result in results:
+            print(result.path(out))

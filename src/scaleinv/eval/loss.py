@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scaleinv.data import TokenData
 from scaleinv.eval.summary import mapping, number
 from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.lengths import parse
 from scaleinv.machine import find_device
 from scaleinv.methods import trained_as
+from scaleinv.model import GPT
 from scaleinv.progress import Progress, Report, silent
+from scaleinv.train.config import TrainConfig
+from scaleinv.train.distributed import World, world
 from scaleinv.train.store import check_writable, load_model, read_config, run_corpus, weights_digest
 from scaleinv.train.validation import LengthLoss, loss_at_length, usable_tokens
 
@@ -111,8 +115,11 @@ def evaluate(
     device: str = "auto",
     out: Path | None = None,
     progress: Progress = silent,
+    context_parallel: int = 1,
 ) -> list[Evaluation]:
     """Loss of a run by length, for the method it was trained as or for others that its model serves.
+
+    Under torchrun every rank calls this with the same arguments and gets the same results; rank 0 writes and reports.
 
     Args:
         methods: for a RoPE-trained model also "rope+ntk" or "yarn"; None for its own.
@@ -121,7 +128,10 @@ def evaluate(
         device: "auto" for a GPU where there is one.
         out: a folder, where each method is saved as soon as it is done.
         progress: takes lines of text.
+        context_parallel: how many of torchrun's ranks share each window: contexts that one device cannot hold.
     """
+    if context_parallel < 1:
+        raise ValueError(f"context_parallel must be positive, got {context_parallel}")
     if tokens < 1:
         raise ValueError(f"tokens must be positive, got {tokens}")
     run = Path(run)
@@ -132,34 +142,54 @@ def evaluate(
         if trained_as(method) != model_method:
             raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
     named = parse(lengths, config.model.train_length)
-    model, _ = load_model(run, find_device(device), step)
-    weights = weights_digest(run) if step is None else None
-    data = run_corpus(config).val
-    count = usable_tokens(data.total, tokens, list(named.values()))
+    find_device(device)
     if out is not None:
         check_writable(out)
-    results = []
-    for method in methods:
-        model.use_method(method)
-        found = {}
-        for label, length in named.items():
-
-            def show(done: int, total: int, method: str = method, label: str = label) -> None:
-                text = f"{method} at {label}: {done}/{total} windows"
-                progress(
-                    Report(text, passing=True, kind="windows", method=method, length=label, done=done, total=total)
-                )
-
-            found[label] = loss_at_length(
-                model, data, length, count // length * length, document_masks=config.document_masks, progress=show
+    weights = weights_digest(run) if step is None else None
+    with world(device, context_parallel) as here:
+        for length in named.values():
+            here.runs(length)  # a length that the ranks cannot share raises now
+        with here.first_goes_first():
+            data = run_corpus(config).val
+        model, _ = load_model(run, here.device, step)
+        model.context = here.context
+        count = usable_tokens(data.total, tokens, list(named.values()))
+        results = []
+        for method in methods:
+            model.use_method(method)
+            found = _by_length(model, data, named, count, config, here, progress if here.first else silent)
+            results.append(
+                Evaluation(method, config.seed, model_method, config.model.train_length, step, weights, tokens, found)
             )
-            progress(_evaluated(method, label, found[label]))
-        results.append(
-            Evaluation(method, config.seed, model_method, config.model.train_length, step, weights, tokens, found)
+            if out is not None:
+                here.on_first(results[-1].save, out)
+        return results
+
+
+def _by_length(
+    model: GPT,
+    data: TokenData,
+    lengths: dict[str, int],
+    tokens: int,
+    config: TrainConfig,
+    here: World,
+    progress: Progress,
+) -> dict[str, LengthLoss]:
+    """The loss of a model by length, as the method that it is set to."""
+    method = model.config.method
+    found = {}
+    for label, length in lengths.items():
+
+        def show(done: int, total: int, label: str = label) -> None:
+            text = f"{method} at {label}: {done}/{total} windows"
+            progress(Report(text, passing=True, kind="windows", method=method, length=label, done=done, total=total))
+
+        count = tokens // length * length
+        found[label] = loss_at_length(
+            model, data, length, count, here=here, document_masks=config.document_masks, progress=show
         )
-        if out is not None:
-            results[-1].save(out)
-    return results
+        progress(_evaluated(method, label, found[label]))
+    return found
 
 
 def _evaluated(method: str, label: str, found: LengthLoss) -> Report:
