@@ -97,7 +97,7 @@ class World:
             if self.first:
                 self.barrier()
 
-    def on_first(self, action: Callable[..., None], *arguments: Any) -> None:
+    def on_first(self, action: Callable[..., object], *arguments: Any) -> None:
         """Rank 0 does it; if that fails, all ranks raise, so that none waits for another."""
         problem: BaseException | None = None
         if self.first:
