@@ -77,6 +77,7 @@ def make_results(folder: Path) -> Path:
                 lengths[key] = at
             name = f"row{number}" if row == EXTRA else row
             data = {"row": row, "seed": seed, "model": row, "train_length": TRAIN_LENGTH, "lengths": lengths}
+            data |= {"tokens": 8 * TRAIN_LENGTH, "step": None, "weights": "0" * 64}
             write(folder / "evaluations" / f"{name}-seed{seed}.json", data)
             if row in (EXTRA, "rope+ntk"):
                 continue

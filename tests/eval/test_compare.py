@@ -67,6 +67,9 @@ def test_trains_once_evaluates_every_method_and_never_repeats(plan):
     assert sorted(path.name for path in (plan.out / "runs").iterdir()) == ["rope-seed0", "rope-seed1"]
     assert summary["settings"]["corpus_sha256"]
     assert summary["settings"]["steps"] == 2
+    assert summary["settings"]["tokens"] == {"tokenizer": "bytes", "vocabulary": 257, "bytes_per_token": 1.0}
+    trained = load_file(plan.out / "runs" / "rope-seed0" / "model.safetensors")
+    assert summary["settings"]["parameters"] == {"rope": sum(tensor.numel() for tensor in trained.values())}
     assert json.loads((plan.out / "summary.json").read_text()) == summary
     assert (plan.out / "curves" / "rope-seed1.jsonl").exists()
     assert any(re.search(r"\d of 2 models, [\d:]+ left: .*rope-seed0", line) for line in lines)

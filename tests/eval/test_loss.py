@@ -37,6 +37,7 @@ def test_mean_and_error_over_windows(data, length):
         assert result.stderr == pytest.approx(expected)
     else:
         assert result.stderr is None
+    assert result.losses == pytest.approx(losses.mean(1).tolist(), abs=1e-6)
     for low, high, mean in result.positions:
         assert mean == pytest.approx(losses[:, low:high].mean().item())
     assert result.positions[0][0] == 0

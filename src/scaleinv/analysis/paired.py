@@ -10,14 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from scaleinv.eval.summary import mapping, number
-from scaleinv.files import read_json
-
-ADVICE = "delete it and run `scaleinv compare` again"
+from scaleinv.eval.loss import Evaluation, read_evaluation
 
 # Student's t at 97.5 % by degrees of freedom; beyond the table 1.96 + 2.7/df is on the safe side.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -55,36 +51,19 @@ class Difference:
         return self.error is not None and abs(self.value) <= self.limit * self.error
 
 
-def read_evaluations(folder: Path) -> dict[Path, Mapping[str, Any]]:
-    """The evaluations of a results folder, by file; each names its method."""
-    found = {path: mapping(read_json(path, ADVICE), str(path)) for path in sorted(folder.glob("*.json"))}
-    for path, data in found.items():
-        method_of(data, path)
-    return found
+def read_evaluations(folder: Path) -> list[Evaluation]:
+    """The evaluations of a results folder, without those of checkpoints along the way."""
+    found = [read_evaluation(path) for path in sorted(folder.glob("*.json"))]
+    return [evaluation for evaluation in found if evaluation.step is None]
 
 
-def method_of(data: Mapping[str, Any], path: Path) -> str:
-    """The method that a result file is of."""
-    name = data.get("method", data.get("row"))
-    if not isinstance(name, str):
-        raise ValueError(f"{path} must name its method, got {name!r}")
-    return name
-
-
-def seed_losses(evaluations: Mapping[Path, Mapping[str, Any]]) -> SeedLosses:
-    """Losses by method, length and seed; those of checkpoints along the way are left out."""
+def seed_losses(evaluations: Iterable[Evaluation]) -> SeedLosses:
+    """Losses by method, length and seed."""
     found: SeedLosses = {}
-    for path, data in evaluations.items():
-        if data.get("step") is not None:
-            continue
-        seed = int(number(data, "seed", str(path)))
-        for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
-            where = f"{path}: {key}"
-            windows = mapping(measured, where).get("losses") or []
-            if not isinstance(windows, list) or not all(isinstance(loss, (int, float)) for loss in windows):
-                raise ValueError(f"{where}: losses must be a list of numbers, got {windows!r:.60}")
-            loss = SeedLoss(number(measured, "mean", where), tuple(map(float, windows)))
-            found.setdefault(method_of(data, path), {}).setdefault(key, {})[seed] = loss
+    for evaluation in evaluations:
+        for key, at in evaluation.lengths.items():
+            loss = SeedLoss(at.mean, tuple(at.losses))
+            found.setdefault(evaluation.method, {}).setdefault(key, {})[evaluation.seed] = loss
     return found
 
 

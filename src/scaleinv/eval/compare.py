@@ -8,6 +8,7 @@ not repeated.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -38,11 +39,15 @@ from scaleinv.eval.work import Work
 from scaleinv.eval.workers import Workers
 from scaleinv.files import locked, write_text
 from scaleinv.machine import cpu_name, find_device
+from scaleinv.model import GPT
 from scaleinv.progress import Progress, silent
 from scaleinv.train.logs import METRICS
-from scaleinv.train.store import CONFIG, check_writable, read_config, run_corpus
+from scaleinv.train.store import CONFIG, check_writable, read_config, run_corpus, run_tokenizer
 from scaleinv.train.validation import LengthLoss, usable_tokens
 from scaleinv.version import VERSION
+
+COUNTED = 65_536
+"""Validation tokens over which the bytes of a token are counted."""
 
 
 class Stopped(RuntimeError):
@@ -169,9 +174,12 @@ def _settings(plan: Comparison) -> dict[str, Any]:
         "tokenizer": config.tokenizer,
         "corpus_sha256": read_config(runs[0].parent)[1]["corpus"]["sha256"] if runs else None,
         **training_settings(config),
+        "tokens": _tokens(runs[0].parent) if runs else None,
+        "parameters": _parameters(plan),
         "seeds": plan.seeds,
         "lengths": plan.lengths,
         "validation_tokens": plan.tokens,
+        "training_validation_tokens": config.val_tokens,
         "stderr": "over seeds" if plan.seeds > 1 else "over validation windows",
         "machine": f"{cpu_name()}, {os.cpu_count()} cores",
         "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},
@@ -189,3 +197,25 @@ def _empty_folders_removed(folder: Path) -> Iterator[None]:
             for path in made:
                 if path.exists():
                     path.rmdir()
+
+
+@functools.cache
+def _tokens(run: Path) -> dict[str, Any]:
+    """What a loss is counted in: the tokenizer, and how many bytes of the validation text a token stands for."""
+    config, _ = read_config(run)
+    tokenizer, data = run_tokenizer(run), run_corpus(config).val
+    ids = data.read(0, min(data.total, COUNTED)).tolist()
+    text = [token for token in ids if token != tokenizer.end_of_text]
+    size = len(tokenizer.decode(text).encode("utf-8", "surrogateescape")) / len(ids)
+    named = {"tokenizer": tokenizer.name, "vocabulary": config.model.vocab_size}
+    return {**named, "bytes_per_token": 1.0 if tokenizer.name == "bytes" else round(size, 4)}
+
+
+def _parameters(plan: Comparison) -> dict[str, int]:
+    """Of each trained model, by its method."""
+    found = {}
+    for job in plan.all_jobs():
+        if job.tau is None and (plan.run(job) / CONFIG).exists():
+            with torch.device("meta"):
+                found[job.model] = GPT(read_config(plan.run(job))[0].model).count_parameters()
+    return found

@@ -96,12 +96,16 @@ def _length_loss(data: Any, where: str) -> LengthLoss:
         raise ValueError(f"{where}: positions must be a list of [first, past the last, loss], got {positions!r:.60}")
     named = [dict(zip(("first", "past the last", "loss"), x, strict=True)) for x in positions]
     ranges = [tuple(number(x, name, where) for name in x) for x in named]
+    losses = data.get("losses", [])
+    if not isinstance(losses, list):
+        raise ValueError(f"{where}: losses must be a list of numbers, got {losses!r:.60}")
     return LengthLoss(
         int(length),
         mean,
         number(data, "stderr", where, optional=True),
         int(windows),
         [(int(low), int(high), loss) for low, high, loss in ranges],
+        [number({"losses": loss}, "losses", where) for loss in losses],
     )
 
 

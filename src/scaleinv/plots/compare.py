@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaleinv.analysis.paired import SeedLosses, method_of
+from scaleinv.analysis.paired import SeedLosses
+from scaleinv.eval.loss import Evaluation
 from scaleinv.eval.summary import (
     Measurement,
     Measurements,
@@ -126,18 +127,14 @@ def _by_length(
     return filled(Chart(name, title, "", f"context length ({unit})", y_label, panels, log_x=True, ticks=ticks))
 
 
-def by_position(evaluations: Mapping[Path, Mapping[str, Any]], train_length: int | None, unit: Unit) -> Chart | None:
-    """Loss by position in the window, a panel for each length, from `scaleinv.analysis.paired.read_evaluations`."""
+def by_position(evaluations: Iterable[Evaluation], train_length: int | None, unit: Unit) -> Chart | None:
+    """Loss by position in the window, a panel for each length, mean over seeds."""
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
-    for path, data in evaluations.items():
-        for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
-            multiple(key, train_length, str(path))
-            for interval in mapping(measured, f"{path}: {key}").get("positions") or []:
-                if not isinstance(interval, list) or len(interval) != 3:
-                    raise ValueError(f"{path}: {key}: positions must be [first, past the last, loss], got {interval!r}")
-                named = dict(zip(("first", "past the last", "loss"), interval, strict=True))
-                low, high, loss = (number(named, name, f"{path}: {key}: positions") for name in named)
-                losses[key][method_of(data, path)][low, high].append(loss)
+    for evaluation in evaluations:
+        for key, at in evaluation.lengths.items():
+            multiple(key, train_length, f"evaluation of {evaluation.method}")
+            for low, high, loss in at.positions:
+                losses[key][evaluation.method][low, high].append(loss)
     keys = ordered_lengths(losses, train_length)
     looks = _looks(method for methods in losses.values() for method in methods)
     panels = [

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaleinv.analysis.paired import method_of
 from scaleinv.eval.summary import Measurement, mapping, multiple, number, ordered_methods, parse_accuracy
 from scaleinv.files import read_json
 from scaleinv.lengths import ordered
@@ -53,6 +52,14 @@ def read_depths(folder: Path, train_length: int | None) -> HeatMap | None:
     kept = {name: dict(sorted(found[name].items())) for name in ordered_methods(found) if found[name]}
     keys = ordered((key for depths in kept.values() for at in depths.values() for key in at), train_length)
     return HeatMap(kept, tuple(keys), tuple(results[name] for name in kept)) if kept else None
+
+
+def method_of(data: Mapping[str, Any], path: Path) -> str:
+    """The method that a result file is of."""
+    name = data.get("method", data.get("row"))
+    if not isinstance(name, str):
+        raise ValueError(f"{path} must name its method, got {name!r}")
+    return name
 
 
 def _depths(data: Mapping[str, Any], train_length: int | None, path: Path) -> dict[Any, dict[str, Measurement]]:

@@ -29,6 +29,8 @@ class LengthLoss:
     windows: int
     positions: list[tuple[int, int, float]]
     """Mean loss by place in the window: (first, past the last, loss), in ranges that double."""
+    losses: list[float] = dataclasses.field(default_factory=list)
+    """Of each window, in the order of the text, to pair with another model's; empty where they were not kept."""
 
     @property
     def tokens(self) -> int:
@@ -114,4 +116,5 @@ def loss_at_length(
     means, places = here.sum(means), here.sum(places) / count
     stderr = (means.std() / math.sqrt(count)).item() if count > 1 else None
     ranges = [(low, high, places[low:high].mean().item()) for low, high in itertools.pairwise(edges) if low < high]
-    return LengthLoss(length, means.mean().item(), stderr, count, ranges)
+    losses = [round(loss, 6) for loss in means.tolist()]
+    return LengthLoss(length, means.mean().item(), stderr, count, ranges, losses)
