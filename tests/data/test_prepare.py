@@ -156,6 +156,29 @@ def test_errors(books: Path, tmp_path: Path) -> None:
         prepare(str(tmp_path / "short.txt"), "bytes", tmp_path / "out", workers=1)
 
 
+@pytest.mark.parametrize(
+    ("text", "tokenizer", "package"),
+    [("", "bpe", "tokenizers"), ("", "gpt2", "tiktoken"), ("hf:owner/name", "bytes", "datasets")],
+)
+def test_missing_package_is_found_before_anything_is_written(
+    books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, tokenizer: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RuntimeError, match=f"needs the package {package}: pip install"):
+        prepare(text or str(books), tokenizer, tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failure_leaves_no_folder_of_its_own(books: Path, tmp_path: Path) -> None:
+    (books / "latin.txt").write_bytes(b"\xff")
+    (tmp_path / "mine").mkdir()
+    for name in ("new", "mine"):
+        with pytest.raises(ValueError, match="is not UTF-8"):
+            prepare(str(books), "bytes", tmp_path / name, workers=1)
+    assert not (tmp_path / "new").exists()
+    assert not list((tmp_path / "mine").iterdir())
+
+
 def test_a_second_run_does_not_mix_with_the_first(books: Path, tmp_path: Path) -> None:
     prepare(str(books), "bytes", tmp_path / "out", workers=1)
     with pytest.raises(ValueError, match=r"out must hold no shards yet, .*books_train_000001\.bin"):

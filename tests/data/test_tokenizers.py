@@ -18,6 +18,8 @@ from scaleinv.data.tokenizers import (
     ByteTokenizer,
     GPT2Tokenizer,
     Tokenizer,
+    absolute_tokenizer,
+    byte_characters,
     get_tokenizer,
     load_tokenizer,
 )
@@ -158,16 +160,38 @@ def test_bpe_needs_text() -> None:
 @pytest.mark.parametrize(
     ("content", "wrong"),
     [
-        (None, "cannot be read"),
+        (None, r"tokenizer\.json is missing; make it again"),
         ("{", "is not JSON"),
-        ("[]", "name must be"),
-        (json.dumps({"name": "other"}), "name must be .* got 'other'"),
-        (json.dumps({"name": "bpe"}), r"bpe\.json: cannot be loaded"),
+        ("[]", r"tokenizer\.json must hold a JSON object"),
+        (json.dumps({"name": "other"}), "must have the name .* got 'other'"),
+        (json.dumps({"name": {"a": [1]}}), "must have the name"),
+        (json.dumps({"name": "bpe"}), r"bpe\.json cannot be loaded"),
     ],
-    ids=["missing", "broken", "list", "unknown", "no merges"],
+    ids=["missing", "broken", "list", "unknown", "type", "no merges"],
 )
 def test_damaged_folder(tmp_path: Path, content: str | None, wrong: str) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=wrong):
         load_tokenizer(tmp_path)
+
+
+def test_byte_characters_are_those_of_byte_level_tokenizers() -> None:
+    library = pytest.importorskip("tokenizers")
+    characters = byte_characters()
+    assert sorted(characters) == sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    split = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for text in (chr(code) for code in range(0x800)):
+        ((written, _),) = split.pre_tokenize_str(text)
+        assert written == "".join(characters[byte] for byte in text.encode())
+
+
+def test_a_folder_is_made_absolute_and_a_name_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [absolute_tokenizer(spec) for spec in ("bytes", "gpt2", "bpe", "bpe:500")] == [
+        "bytes",
+        "gpt2",
+        "bpe",
+        "bpe:500",
+    ]
+    assert absolute_tokenizer("own") == absolute_tokenizer(str(tmp_path / "own")) == str(tmp_path / "own")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaleinv.data import TokenData, document_ids, load_corpus, open_shard, prepare, write_shard
+from scaleinv.data import TokenData, document_ids, write_shard
 
 TOTAL = 1000
 Order = Literal["random", "sequential"]
@@ -145,189 +143,13 @@ def test_more_shards_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.Monk
     assert TokenData(paths, 0).read(0, 20).tolist() == list(range(20))
 
 
+def test_no_shards() -> None:
+    with pytest.raises(ValueError, match="paths must name at least one shard"):
+        TokenData([], 0)
+
+
 def test_document_ids() -> None:
     tokens = torch.tensor([[9, 1, 9, 9, 2], [1, 1, 1, 1, 9]])
     ids = document_ids(tokens, end_of_text=9)
     assert ids.dtype == torch.int32
     assert ids.tolist() == [[1, 1, 2, 3, 3], [0, 0, 0, 0, 1]]
-
-
-@pytest.fixture
-def books(tmp_path: Path) -> Path:
-    folder = tmp_path / "my_val_1"  # a name that looks like a validation shard's
-    folder.mkdir()
-    for number in range(30):
-        (folder / f"{number:02d}.txt").write_text(f"Book {number}. " * 20)
-    return folder
-
-
-def test_text_corpus(books: Path, tmp_path: Path) -> None:
-    corpus = load_corpus(str(books), cache=tmp_path / "cache", min_length=64)
-    assert corpus.vocab_size == 257
-    assert corpus.tokenizer.name == "bytes"
-    stream = corpus.train.read(0, corpus.train.total)
-    assert stream[0] == corpus.train.end_of_text == 256
-    written = sum(len(path.read_bytes()) + 1 for path in books.iterdir())
-    assert corpus.train.total + corpus.val.total == written
-    assert f"{corpus.train.total:,} bytes tokens" in corpus.description
-    assert len(corpus.sha256) == 64
-
-
-def test_cache_is_used_again_until_a_file_changes(books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "cache"
-    first = load_corpus(str(books), cache=cache)
-
-    def again(*_: object, **__: object) -> None:
-        raise AssertionError("the text was tokenised again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("scaleinv.data.corpus.prepare", again)
-        assert load_corpus(str(books), cache=cache).sha256 == first.sha256
-        for change in ({"tokenizer": "bpe"}, {"val_fraction": 0.5}):
-            with pytest.raises(AssertionError, match="again"):
-                load_corpus(str(books), cache=cache, **change)  # type: ignore[arg-type]
-    (books / "new.txt").write_text("A new book.")
-    assert load_corpus(str(books), cache=cache).sha256 != first.sha256
-
-
-def test_hash_depends_on_the_text_and_not_on_the_place(books: Path, tmp_path: Path) -> None:
-    first = load_corpus(str(books), cache=tmp_path / "cache")
-    shutil.copytree(books, tmp_path / "elsewhere")
-    assert load_corpus(str(tmp_path / "elsewhere"), cache=tmp_path / "cache").sha256 == first.sha256
-    assert load_corpus(f"{books}/*.txt", cache=tmp_path / "cache").sha256 == first.sha256
-
-
-def test_interrupted_preparation_leaves_nothing(books: Path, tmp_path: Path) -> None:
-    (books / "latin.txt").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8"):
-        load_corpus(str(books), cache=tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def _load(books: str, cache: Path, barrier: object, results: object) -> None:
-    barrier.wait()  # type: ignore[attr-defined]
-    results.put(load_corpus(books, tokenizer="bpe:300", cache=cache).sha256)  # type: ignore[attr-defined]
-
-
-def test_two_processes_at_once(books: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, results, cache = context.Barrier(2), context.Queue(), tmp_path / "cache"
-    processes = [context.Process(target=_load, args=(str(books), cache, barrier, results)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
-    assert found[0] == found[1] == load_corpus(str(books), tokenizer="bpe:300", cache=cache).sha256
-    assert len([path for path in cache.iterdir() if path.name != "scans"]) == 1
-
-
-def test_validation_text_of_its_own(books: Path, tmp_path: Path) -> None:
-    (tmp_path / "val.txt").write_text("Book to validate on. " * 30)
-    corpus = load_corpus(str(books), str(tmp_path / "val.txt"), tokenizer="bpe:300", cache=tmp_path / "cache")
-    text = corpus.tokenizer.decode(corpus.val.read(0, corpus.val.total))
-    assert text == "<|endoftext|>" + "Book to validate on. " * 30
-    assert corpus.tokenizer.decode(corpus.train.read(0, corpus.train.total)).count("<|endoftext|>") == 30
-
-
-def test_one_document_is_cut_and_said_to_be(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("A paragraph.\n\n" * 50)
-    corpus = load_corpus(str(tmp_path / "a.txt"), cache=tmp_path / "cache")
-    assert "one document, cut in two" in corpus.description
-    assert corpus.train.total > 5 * corpus.val.total > 0
-
-
-def test_split_too_short_for_one_window(books: Path, tmp_path: Path) -> None:
-    total = load_corpus(str(books), cache=tmp_path / "cache").val.total
-    load_corpus(str(books), cache=tmp_path / "cache", min_length=total - 1)
-    message = (
-        f"the validation split has {total:,} tokens, shorter than one window: length {total:,} needs {total + 1:,}"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_corpus(str(books), cache=tmp_path / "cache", min_length=total)
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> Path:
-    """Shards of someone else: GPT-2 tokens, no tokenizer beside them."""
-    folder = tmp_path / "fineweb"
-    folder.mkdir()
-    for number in range(3):
-        write_shard(folder / f"fineweb_train_{number:06d}.bin", np.full(100, 50256 - number))
-    return folder
-
-
-def test_shards_validate_on_the_last(shards: Path, tmp_path: Path) -> None:
-    corpus = load_corpus(f"{shards}/*.bin", cache=tmp_path / "cache")
-    assert (corpus.train.total, corpus.val.total) == (200, 100)
-    assert corpus.val.read(0, 1) == [50254]
-    assert (corpus.tokenizer.name, corpus.vocab_size, corpus.train.end_of_text) == ("gpt2", 50257, 50256)
-    assert "validation on fineweb_train_000002.bin" in corpus.description
-
-
-def test_shards_with_validation_shards(shards: Path, tmp_path: Path) -> None:
-    write_shard(shards / "fineweb_val_000000.bin", np.full(50, 7))
-    for data, val_data in (
-        (str(shards), None),
-        (f"{shards}/*.bin", None),
-        (f"{shards}/*_train_*.bin", f"{shards}/*_val_*.bin"),
-        (",".join(f"{shards}/fineweb_train_{n:06d}.bin" for n in range(3)), f"{shards}/fineweb_val_000000.bin"),
-    ):
-        corpus = load_corpus(data, val_data, cache=tmp_path / "cache", vocab_size=50304)
-        assert (corpus.train.total, corpus.val.total, corpus.vocab_size) == (300, 50, 50304)
-
-
-def test_prepared_shards_bring_their_tokenizer(books: Path, tmp_path: Path) -> None:
-    prepare(str(books), "bpe:300", tmp_path / "out", workers=1, val_fraction=0.1)
-    corpus = load_corpus(str(tmp_path / "out"), cache=tmp_path / "cache")
-    assert corpus.tokenizer.name == "bpe"
-    same = load_corpus(str(books), tokenizer="bpe:300", cache=tmp_path / "cache")
-    assert corpus.sha256 == same.sha256
-
-
-def test_damaged_shards_are_named(shards: Path, tmp_path: Path) -> None:
-    bad = shards / "fineweb_train_000001.bin"
-
-    def fails(message: str, **arguments: object) -> None:
-        with pytest.raises(ValueError, match=message):
-            load_corpus(f"{shards}/*.bin", cache=tmp_path / "cache", **arguments)  # type: ignore[arg-type]
-
-    fails("vocab_size must be at least 50257, the gpt2 tokenizer's, got 50000", vocab_size=50000)
-    write_shard(bad, np.array([1, 2, 50300]))
-    fails(r"000001\.bin: token 50300 at 2 is outside the vocabulary of 50257")
-    bad.write_bytes(bad.read_bytes()[:-1])
-    fails(r"000001\.bin: truncated")
-    bad.write_bytes(b"")
-    fails(r"000001\.bin: 0 bytes, shorter than the header")
-
-
-def test_shard_specs_that_cannot_be(shards: Path, books: Path, tmp_path: Path) -> None:
-    one = f"{shards}/fineweb_train_000000.bin"
-    for data, message in (
-        (one, "val_data must be given"),
-        (f"{one},{shards}/missing.bin", r"missing\.bin' matches no file"),
-        (f"{shards}/no*.bin", r"no\*\.bin' matches no file"),
-        (f"{one},{books}", "must be token shards or text, not both"),
-        (f"{one},stdlib", "must be token shards or text, not both"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_corpus(data, cache=tmp_path / "cache")
-
-
-def test_no_shard_is_trained_and_validated_on(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"val_data .* must hold no shard of data, got .*000001\.bin"):
-        load_corpus(str(shards), f"{shards}/*1.bin", cache=tmp_path / "cache")
-
-
-def test_other_arguments(books: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="val_fraction must lie between 0 and 1, got 0"):
-        load_corpus(str(books), val_fraction=0, cache=tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"cache .*must be a folder that can be written to"):
-        load_corpus(str(books), cache=books / "00.txt")
-    with pytest.raises(ValueError, match="paths must name at least one shard"):
-        TokenData([], 0)
-
-
-def test_shards_of_a_cache_are_ordinary_shards(books: Path, tmp_path: Path) -> None:
-    corpus = load_corpus(str(books), cache=tmp_path / "cache")
-    assert [len(open_shard(path, 257)) for path in corpus.train.paths] == [corpus.train.total]

@@ -83,6 +83,19 @@ def test_run_folder_holds_all_that_is_needed(tiny):
     assert list((Path(config.out) / "tensorboard").glob("events*"))
 
 
+def test_a_run_finds_its_data_from_any_folder(tiny, book, tmp_path, monkeypatch):
+    corpus = run_corpus(tiny(tokenizer="bpe:300"), fit=True)
+    (tmp_path / "own").mkdir()
+    corpus.tokenizer.save(tmp_path / "own")
+    (tmp_path / "val.txt").write_text("A fox that is in no book.\n" * 400)
+    monkeypatch.chdir(tmp_path)
+    config = tiny(data=book.name, val_data="val.txt", tokenizer="own", steps=1)
+    train.run(config)
+    monkeypatch.chdir(tmp_path.parent)
+    saved, values = read_config(config.out)
+    assert run_corpus(saved).sha256 == values["corpus"]["sha256"]
+
+
 def test_a_vocabulary_of_bytes_is_fitted_to_the_tokenizer(tiny):
     lines = []
     config = tiny(tokenizer="bpe:300", steps=1)

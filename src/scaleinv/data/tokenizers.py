@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import importlib.util
-import json
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scaleinv.data.optional import require
+from scaleinv.files import UnreadableFile, read_object, replacing, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_VOCAB = 2**16
@@ -26,6 +27,7 @@ MAX_VOCAB = 2**16
 BPE_SIZE = 4096
 """Vocabulary of ``"bpe"`` when the spec does not name one."""
 
+_ADVICE = "make it again with `scaleinv prepare`, or name another tokenizer"
 _FILE = "tokenizer.json"
 _BPE_FILE = "bpe.json"
 _GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # as tiktoken pins it
@@ -58,7 +60,7 @@ class Tokenizer(abc.ABC):
 
     def save(self, folder: Path) -> None:
         """Write what `load_tokenizer` needs into a folder: tokenizer.json, and bpe.json for a BPE."""
-        (Path(folder) / _FILE).write_text(json.dumps({"name": self.name}) + "\n")
+        write_json(Path(folder) / _FILE, {"name": self.name})
 
 
 class ByteTokenizer(Tokenizer):
@@ -123,7 +125,8 @@ class BPETokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        self._tokenizer.save(str(Path(folder) / _BPE_FILE))
+        with replacing(Path(folder) / _BPE_FILE) as path:
+            self._tokenizer.save(str(path))
 
 
 class GPT2Tokenizer(Tokenizer):
@@ -175,24 +178,18 @@ class GPT2Tokenizer(Tokenizer):
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote into a folder. Reads JSON only."""
     path = Path(folder) / _FILE
-    try:
-        saved = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"tokenizer {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"tokenizer {path}: is not JSON ({error})") from error
-    name = saved.get("name") if isinstance(saved, dict) else None
+    name = read_object(path, _ADVICE).get("name")
     if name == "bytes":
         return ByteTokenizer()
     if name == "gpt2":
         return GPT2Tokenizer()
     if name != "bpe":
-        raise ValueError(f"tokenizer {path}: name must be 'bytes', 'bpe' or 'gpt2', got {name!r}")
+        raise UnreadableFile(path, f"must have the name 'bytes', 'bpe' or 'gpt2', got {name!r:.60}", _ADVICE)
     library, merges = require("tokenizers", "the BPE tokenizer"), path.parent / _BPE_FILE
     try:
         return BPETokenizer(library.Tokenizer.from_file(str(merges)))
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"tokenizer {merges}: cannot be loaded ({error})") from error
+        raise UnreadableFile(merges, f"cannot be loaded ({error})", _ADVICE) from error
 
 
 def get_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
@@ -205,42 +202,78 @@ def get_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -
     >>> get_tokenizer("bytes").encode("hi").tolist()
     [104, 105]
     """
-    name, _, size = spec.partition(":")
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
         return GPT2Tokenizer()
-    if name == "bpe":
-        if size and not size.isdecimal():
-            raise ValueError(f"tokenizer must be 'bpe' or 'bpe:' and a vocabulary size, got {spec!r}")
+    if spec.partition(":")[0] == "bpe":
+        size = _bpe_size(spec)
         if texts is None:
             raise ValueError(
                 f"tokenizer {spec!r} is trained on text, and here there is none; name a saved one's folder"
             )
-        return BPETokenizer.train(texts(), int(size or BPE_SIZE))
+        return BPETokenizer.train(texts(), size)
     if spec and Path(spec).is_dir():
         return load_tokenizer(spec)
     raise ValueError(f"tokenizer must be 'bytes', 'gpt2', 'bpe', 'bpe:<size>' or a folder, got {spec!r}")
 
 
+def check_tokenizer(spec: str) -> None:
+    """Raise what `get_tokenizer` would for a spec that cannot be or a package that is missing, without any text."""
+    if spec == "gpt2":
+        require("tiktoken", "the GPT-2 tokenizer")
+    elif spec.partition(":")[0] == "bpe":
+        _bpe_size(spec)
+        require("tokenizers", "the BPE tokenizer")
+    else:
+        get_tokenizer(spec)
+
+
+def absolute_tokenizer(spec: str) -> str:
+    """The spec with an absolute path, if it is a folder."""
+    return spec if _is_name(spec) else str(Path(spec).absolute())
+
+
 def identity(spec: str) -> str:
     """What tells one tokenizer from another: its spec, or for a folder the sha256 of the files in it."""
-    if spec in ("bytes", "gpt2") or spec.partition(":")[0] == "bpe":
+    if _is_name(spec):
         return spec
     digest = hashlib.sha256()
     for name in (_FILE, _BPE_FILE):
         path = Path(spec) / name
-        digest.update(path.read_bytes() if path.exists() else b"")
+        try:
+            digest.update(path.read_bytes() if path.exists() else b"")
+        except OSError as error:
+            raise UnreadableFile(path, f"cannot be read ({error.strerror})", _ADVICE) from error
     return digest.hexdigest()
 
 
+def _is_name(spec: str) -> bool:
+    return spec in ("bytes", "gpt2") or spec.partition(":")[0] == "bpe"
+
+
+def _bpe_size(spec: str) -> int:
+    size = spec.removeprefix("bpe").removeprefix(":")
+    if size and not size.isdecimal():
+        raise ValueError(f"tokenizer must be 'bpe' or 'bpe:' and a vocabulary size, got {spec!r}")
+    return int(size or BPE_SIZE)
+
+
+def byte_characters() -> list[str]:
+    """How byte-level tokenizers write each byte: itself where it is printable, else the next character from 256 on.
+
+    >>> table = byte_characters()
+    >>> table[ord("A")], table[ord(" ")], table[ord("\\n")]
+    ('A', 'Ġ', 'Ċ')
+    """
+    others = itertools.count(256)
+    return [chr(b) if chr(b).isprintable() and b != ord(" ") else chr(next(others)) for b in range(256)]
+
+
 def _gpt2_ranks(merges: str) -> dict[bytes, int]:
-    """Rank of every byte string, from GPT-2's vocab.bpe, which writes each byte as a printable character."""
-    printable = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    order = printable + [b for b in range(256) if b not in printable]
-    byte_of = {chr(b): b for b in printable}
-    byte_of.update({chr(256 + n): b for n, b in enumerate(order[len(printable) :])})
-    ranks = {bytes([b]): rank for rank, b in enumerate(order)}
+    """Rank of every byte string, from GPT-2's vocab.bpe: first the bytes in the order of their characters."""
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    ranks = {bytes([byte_of[character]]): rank for rank, character in enumerate(sorted(byte_of))}
     for line in merges.split("\n")[1:-1]:  # the first line is a version
         ranks[bytes(byte_of[c] for c in line if c != " ")] = len(ranks)
     return ranks

@@ -54,7 +54,9 @@ class TokenData:
         self._starts = [0, *itertools.accumulate(scan.total for scan in scans)]
         self.total = self._starts[-1]
         """Tokens in all shards."""
-        self.sha256 = combined_hash(scan.sha256 for scan in scans)
+        self.hashes = [scan.sha256 for scan in scans]
+        """sha256 of each shard's tokens."""
+        self.sha256 = combined_hash(self.hashes)
         """sha256 over the sha256 of each shard's tokens."""
         self._open = lru_cache(maxsize=_OPEN_SHARDS)(open_shard)
 

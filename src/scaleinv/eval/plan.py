@@ -127,7 +127,7 @@ class Comparison:
         there: dict[Path, dict[str, Any]] = {}
         path = self.out / SUMMARY
         if path.exists():
-            there[path] = read_summary_if_any(path).settings
+            there[path] = {"order": "sequential", **read_summary_if_any(path).settings}  # of old ones
         for path in sorted((self.out / "runs").glob(f"*/{CONFIG}")):
             try:
                 config, values = read_config(path.parent)

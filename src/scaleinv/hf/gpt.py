@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scaleinv.data import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
-from scaleinv.data.tokenizers import END_OF_TEXT
+from scaleinv.data.tokenizers import END_OF_TEXT, byte_characters
 from scaleinv.model import GPT, GPTConfig, KVCache
 from scaleinv.train.store import load_model, run_tokenizer
 
 MODEL_TYPE = "scaleinv_gpt"
+_CHARACTERS = byte_characters()
 
 
 class ScaleInvGPTConfig(PreTrainedConfig):
@@ -187,7 +187,9 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     import tokenizers as library
 
     if isinstance(tokenizer, ByteTokenizer):
-        backend = library.Tokenizer(library.models.BPE({_character(byte): byte for byte in range(256)}, []))
+        backend = library.Tokenizer(
+            library.models.BPE({character: byte for byte, character in enumerate(_CHARACTERS)}, [])
+        )
         backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = library.decoders.ByteLevel()
         backend.add_special_tokens([END_OF_TEXT])
@@ -195,8 +197,8 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         backend = library.Tokenizer.from_str(tokenizer.to_json())
     elif isinstance(tokenizer, GPT2Tokenizer):
         ranks = tokenizer.ranks
-        vocabulary = {"".join(map(_character, token)): rank for token, rank in ranks.items()}
-        merges = [("".join(map(_character, a)), "".join(map(_character, b))) for a, b in _merges(ranks)]
+        vocabulary = {_written(token): rank for token, rank in ranks.items()}
+        merges = [(_written(a), _written(b)) for a, b in _merges(ranks)]
         backend = library.Tokenizer(library.models.BPE(vocabulary, merges))
         backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = library.decoders.ByteLevel()
@@ -229,11 +231,9 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-@functools.cache
-def _character(byte: int) -> str:
-    """How byte-level tokenizers write a byte: itself where it is printable, else the next free character above 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return chr(byte) if byte in printable else chr(256 + sum(1 for b in range(byte) if b not in printable))
+def _written(token: bytes) -> str:
+    """A token as byte-level tokenizers write it."""
+    return "".join(_CHARACTERS[byte] for byte in token)
 
 
 def register() -> None:

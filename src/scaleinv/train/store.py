@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from scaleinv.data import ByteTokenizer, Corpus, Tokenizer, load_corpus, load_tokenizer
+from scaleinv.data.documents import absolute_spec
+from scaleinv.data.tokenizers import absolute_tokenizer
 from scaleinv.files import UnreadableFile, read_object, replacing, write_json
 from scaleinv.model import GPT
 from scaleinv.train import checkpoint
@@ -27,9 +29,14 @@ TOKENIZER = "tokenizer"
 
 
 def write_config(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
-    """All that is needed to run it again, and what it ran on."""
+    """All that is needed to run it again from any folder, and what it ran on."""
+    paths = {
+        "data": absolute_spec(config.data),
+        "val_data": absolute_spec(config.val_data) if config.val_data else None,
+        "tokenizer": absolute_tokenizer(config.tokenizer) if config.tokenizer else None,
+    }
     values = {
-        "train": config.to_json(),
+        "train": config.to_json() | paths,
         "corpus": {
             "description": corpus.description,
             "sha256": corpus.sha256,
