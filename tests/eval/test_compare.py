@@ -182,6 +182,14 @@ def test_two_comparisons_do_not_share_a_folder(plan, monkeypatch):
         compare(plan)
 
 
+def test_a_summary_from_before_windows_had_an_order_was_sequential(plan, monkeypatch):
+    refuse_work(monkeypatch)
+    plan.out.mkdir()
+    (plan.out / "summary.json").write_text('{"loss": {"nope": {"1x": {"mean": 1}}}, "settings": {"steps": 2}}')
+    with pytest.raises(ValueError, match=r"is of a comparison with order=sequential, and order=random is asked for"):
+        compare(plan)
+
+
 def test_a_damaged_summary_is_named_before_any_work(plan, monkeypatch):
     refuse_work(monkeypatch)
     plan.out.mkdir()

@@ -127,7 +127,9 @@ class Comparison:
         there: dict[Path, dict[str, Any]] = {}
         path = self.out / SUMMARY
         if path.exists():
-            there[path] = {"order": "sequential", **read_summary_if_any(path).settings}  # of old ones
+            found = read_summary_if_any(path).settings
+            before_orders = {"order": "sequential"} if "steps" in found else {}  # a comparison from before the choice
+            there[path] = {**before_orders, **found}
         for path in sorted((self.out / "runs").glob(f"*/{CONFIG}")):
             try:
                 config, values = read_config(path.parent)

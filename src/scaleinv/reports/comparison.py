@@ -149,7 +149,12 @@ def _sections(results: Results, analysis: str) -> list[Section]:
     }
     sections = [Section(name, title, body) for (name, title), body in bodies.items() if body]
     missing = [title.lower() for (_, title), body in bodies.items() if not body]
-    note = f"<p>This folder has nothing for: {escape(', '.join(missing))}.</p>" if missing else ""
+    note = ""
+    if missing:
+        remedy = (
+            " `scaleinv compare` makes evaluations/ and curves/." if {"by position", "training"} & {*missing} else ""
+        )
+        note = f"<p>This folder has nothing for: {escape(', '.join(missing))}.{remedy}</p>"
     return [*sections, Section("settings", "Settings", page.settings_table(summary.settings) + note)]
 
 
