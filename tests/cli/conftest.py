@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from builders import write_books
 from scaleinv.cli import main
 
 TINY = ["--batch-tokens", "128", "--train-length", "32", "--val-tokens", "512", "--device", "cpu"]
@@ -15,16 +16,9 @@ def own_folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def write_books(folder):
-    folder.mkdir()
-    for number in range(12):
-        (folder / f"{number}.txt").write_text("".join(f"line {n} of book {number}\n" for n in range(60)))
-    return str(folder / "*.txt")
-
-
 @pytest.fixture
 def book(tmp_path):
-    return write_books(tmp_path / "books")
+    return f"{write_books(tmp_path / 'books', range(12), lines=15)}/*.txt"
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +27,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        data = write_books(folder / "books")
+        data = f"{write_books(folder / 'books', range(12), lines=15)}/*.txt"
         options = ["--method", "rope", "--data", data, "--steps", "2", "--out", str(folder / "run"), *TINY]
         assert main(["train", *options]) == 0
     return folder / "run"

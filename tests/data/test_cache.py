@@ -71,6 +71,7 @@ def _load(books: str, cache: Path, barrier: object, results: object) -> None:
     results.put(load_corpus(books, tokenizer="bpe:300", cache=cache).sha256)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(books: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, results, cache = context.Barrier(2), context.Queue(), tmp_path / "cache"

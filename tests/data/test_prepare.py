@@ -13,16 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from builders import write_books
 from scaleinv.data import ByteTokenizer, load_tokenizer, open_shard, prepare
 
 MODULE = importlib.import_module("scaleinv.data.prepare")  # in the package the name is the function's
-
-
-def write_books(folder: Path, names: range) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number in names:
-        (folder / f"{number:03d}.txt").write_text(f"Book {number}.\n\n" + f"word{number} " * (20 + number))
-    return folder
 
 
 def texts(paths: list[Path]) -> list[str]:
@@ -37,9 +31,10 @@ def val_and_train(paths: list[Path]) -> tuple[list[str], list[str]]:
 
 @pytest.fixture
 def books(tmp_path: Path) -> Path:
-    return write_books(tmp_path / "books", range(60))
+    return write_books(tmp_path / "books", range(60), lines=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:400"])
 def test_workers_do_not_change_a_byte(
     books: Path, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
@@ -67,9 +62,9 @@ def test_every_document_once_and_shuffled(books: Path, tmp_path: Path) -> None:
 
 
 def test_split_is_stable_when_documents_are_added_or_renamed(tmp_path: Path) -> None:
-    books = write_books(tmp_path / "books", range(40))
+    books = write_books(tmp_path / "books", range(40), lines=2)
     few = val_and_train(prepare(str(books), "bytes", tmp_path / "few", workers=1, val_fraction=0.2))
-    write_books(books, range(40, 80))
+    write_books(books, range(40, 80), lines=2)
     (books / "000.txt").rename(books / "renamed.txt")
     many = val_and_train(prepare(str(books), "bytes", tmp_path / "many", workers=1, val_fraction=0.2))
     assert set(few[0]) < set(many[0])
@@ -77,7 +72,7 @@ def test_split_is_stable_when_documents_are_added_or_renamed(tmp_path: Path) -> 
 
 
 def test_copies_of_a_text_are_on_one_side(tmp_path: Path) -> None:
-    books = write_books(tmp_path / "books", range(30))
+    books = write_books(tmp_path / "books", range(30), lines=2)
     for path in list(books.iterdir()):
         (books / f"copy{path.name}").write_text(path.read_text())
     val, train = val_and_train(prepare(str(books), "bytes", tmp_path / "out", workers=1, val_fraction=0.3))
@@ -86,7 +81,7 @@ def test_copies_of_a_text_are_on_one_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("val_fraction", [0.0001, 0.9999])
 def test_two_documents_give_two_splits(tmp_path: Path, val_fraction: float) -> None:
-    books = write_books(tmp_path / "books", range(2))
+    books = write_books(tmp_path / "books", range(2), lines=2)
     val, train = val_and_train(prepare(str(books), "bytes", tmp_path / "out", workers=1, val_fraction=val_fraction))
     assert len(val) == len(train) == 1
 
@@ -108,7 +103,7 @@ def test_no_validation(books: Path, tmp_path: Path) -> None:
 
 
 def test_bpe_learns_from_training_documents_alone(tmp_path: Path) -> None:
-    books = write_books(tmp_path / "books", range(40))
+    books = write_books(tmp_path / "books", range(40), lines=2)
     val, _ = val_and_train(prepare(str(books), "bytes", tmp_path / "bytes", workers=1, val_fraction=0.2))
     prepare(str(books), "bpe:2000", tmp_path / "with", workers=1, val_fraction=0.2)
     for path in books.iterdir():
@@ -119,7 +114,7 @@ def test_bpe_learns_from_training_documents_alone(tmp_path: Path) -> None:
 
 
 def test_bpe_learns_something_when_every_document_falls_to_validation(tmp_path: Path) -> None:
-    books = write_books(tmp_path / "books", range(2))
+    books = write_books(tmp_path / "books", range(2), lines=2)
     prepare(str(books), "bpe:300", tmp_path / "out", workers=1, val_fraction=0.9999)
     assert load_tokenizer(tmp_path / "out").vocab_size > 257
 
@@ -185,6 +180,7 @@ def test_a_second_run_does_not_mix_with_the_first(books: Path, tmp_path: Path) -
         prepare(str(books), "bytes", tmp_path / "out", workers=1)
 
 
+@pytest.mark.slow
 def test_killed_run_leaves_no_shard_and_can_be_repeated(books: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     script = f"""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from builders import write_books
 from scaleinv import hf, train
 from scaleinv.data import BPETokenizer, ByteTokenizer, GPT2Tokenizer
 from scaleinv.hf import gpt
@@ -19,10 +20,7 @@ from scaleinv.train.store import load_model
 def runs(tmp_path_factory):
     """Makes runs of two steps by method."""
     folder = tmp_path_factory.mktemp("native")
-    text = folder / "text"
-    text.mkdir()
-    for number in range(8):
-        (text / f"{number}.txt").write_text(f"some text, number {number}; " * 60)
+    text = write_books(folder / "text", range(8))
 
     def make(method):
         out = folder / method

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from builders import write_books
 from scaleinv import train
 from scaleinv.hf import gpt
 from scaleinv.model import GPTConfig
@@ -19,10 +20,7 @@ TEXTS = ["some text, number 3; some more", "number 5; and some text."]
 
 
 def test_bits_per_byte_are_the_models_own(tmp_path):
-    corpus = tmp_path / "text"
-    corpus.mkdir()
-    for number in range(8):
-        (corpus / f"{number}.txt").write_text(f"some text, number {number}; " * 60)
+    corpus = write_books(tmp_path / "text", range(8))
     shape = GPTConfig(layers=2, width=32, heads=2, train_length=32)
     run = tmp_path / "run"
     with torch.enable_grad():

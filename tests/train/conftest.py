@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from builders import write_books
 from scaleinv import train
 from scaleinv.model import GPTConfig
 
 WORKER = Path(__file__).with_name("worker.py")
-TEXT = "The quick brown fox jumps over the lazy dog; {} times it did so, and {} times it did not.\n"
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +26,7 @@ def one_thread():
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
     """Twenty small documents of text."""
-    folder = tmp_path / "book"
-    folder.mkdir()
-    for number in range(20):
-        lines = [TEXT.format(number * 37 + line, line * line) for line in range(40)]
-        (folder / f"{number:02d}.txt").write_text("".join(lines))
-    return folder
+    return write_books(tmp_path / "book")
 
 
 @pytest.fixture

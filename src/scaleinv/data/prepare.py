@@ -89,8 +89,8 @@ def prepare(
         raise ValueError(f"shard_tokens must lie in 1 … {MAX_COUNT}, got {shard_tokens}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}")
-    documents(text)  # what it names and the packages it needs are there, or this raises before anything is written
     check_tokenizer(tokenizer)
+    documents(text)  # what it names and the packages it needs are there, or this raises before anything is written
     partial = out / ".partial"
     is_new = not out.exists()
     try:
