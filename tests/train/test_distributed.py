@@ -7,6 +7,8 @@ from run_files import finish, losses
 
 from scaleinv import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("parallel", "method"), [("ddp", "scale-invariant-p-rope"), ("fsdp", "logn+p-rope")])
 def test_two_ranks_equal_one(tiny, start, tmp_path, parallel, method):

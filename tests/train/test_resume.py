@@ -29,6 +29,7 @@ def wait_for_step(config: train.TrainConfig, step: int, process) -> None:
     raise AssertionError(f"step {step} was not reached")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill_at", [1, 5])
 def test_killed_run_resumes_bitwise(tiny, start, tmp_path, kill_at):
     whole = tiny("logn+p-rope", out=str(tmp_path / "whole"), steps=9)
@@ -60,6 +61,7 @@ def test_a_run_from_before_the_order_was_chosen_resumes_in_sequence(tiny, tmp_pa
     assert losses(old.out) == losses(wholes["sequential"].out) != losses(wholes["random"].out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_leaves(tiny, start, number):
     config = tiny(steps=100_000, checkpoint_every=100_000)
@@ -140,6 +142,7 @@ def test_a_run_that_falls_back_keeps_what_it_writes(tiny, monkeypatch):
     assert losses(config.out) == expected
 
 
+@pytest.mark.slow
 def test_only_one_process_may_write_to_a_run(tiny, start):
     config = tiny(steps=100_000, checkpoint_every=1)
     process = start(config)
