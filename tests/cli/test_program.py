@@ -101,13 +101,14 @@ def test_a_wrong_shape_is_a_bug():
 
 
 @pytest.mark.parametrize("module", ["scaleinv.cli.program", "scaleinv.methods", "torch"])
-def test_ctrl_c_during_imports_leaves_without_a_traceback(module):
+@pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "os.kill(os.getpid(), 2)"])
+def test_ctrl_c_during_imports_leaves_without_a_traceback(module, interrupt):
     code = f"""
-import sys
+import os, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
-            raise KeyboardInterrupt
+            {interrupt}
 sys.meta_path.insert(0, Interrupt())
 from scaleinv.cli import main
 sys.exit(main(["generate", "nowhere"]))

@@ -34,7 +34,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(arguments)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        logging.basicConfig(format="%(message)s", stream=sys.stderr)
+        logging.getLogger("scaleinv").setLevel(logging.INFO)
         return options.run(options) or 0
     except BrokenPipeError:  # the reader has left; nor may Python write to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
