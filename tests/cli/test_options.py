@@ -1,5 +1,6 @@
 """Options derived from settings: on the command line and in a file."""
 
+import importlib
 import json
 
 import pytest
@@ -113,3 +114,20 @@ def test_the_run_has_a_folder_of_its_own_name(monkeypatch):
     assert main(["train", "--method", "alibi", "--seed", "4"]) == 2
     assert seen == ["runs/mini-alibi-seed4"]
     assert train.RUN is RUN
+
+
+def test_a_comparison_takes_the_options_and_the_file_of_a_run(run, tmp_path, monkeypatch):
+    seen = []
+
+    def compare(plan, progress):
+        seen.append(plan)
+        raise ValueError("enough")
+
+    module = importlib.import_module("scaleinv.eval.compare")  # the package holds a function of that name
+    monkeypatch.setattr(module, "compare", compare)
+    words = ["--methods", "rope,alibi", "--lr-matrices", "0.003", "--sweep", "tau=1,30", "--out", "x", "--no-report"]
+    assert main(["compare", *words, "--config", "run/config.json", "--device", "cpu"]) == 2
+    (plan,) = seen
+    assert (plan.methods, plan.tau, plan.out.name) == (["rope", "alibi"], [1.0, 30.0], "x")
+    assert (plan.train["lr_matrices"], plan.train["train_length"], plan.train["steps"]) == (0.003, 32, 2)
+    assert not plan.train.keys() & {"method", "seed", "tau", "out"}

@@ -58,7 +58,7 @@ def read_file(file: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
     """The settings in a TOML file (``lr-matrices = 0.01``), or in a run's config.json; ValueError names the file."""
     if not file.is_file():
         raise UnreadableFile(file, "is no file")
-    found = _run_settings(file) if file.suffix == ".json" else _toml(file)
+    found = _run_settings(file, known) if file.suffix == ".json" else _toml(file)
     values = {}
     for key, content in found.items():
         name = key.replace("-", "_")
@@ -139,12 +139,13 @@ def _toml(file: Path) -> dict[str, Any]:
         raise UnreadableFile(file, f"is not TOML: {error}") from error
 
 
-def _run_settings(file: Path) -> dict[str, Any]:
-    """All settings of a run but its folder; None stands for what it stands for without the file."""
+def _run_settings(file: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+    """The settings of a run that are known, but for its folder; None is left out, for it is the default."""
     try:
         run = TrainConfig.from_json(read_object(file)["train"])
     except UnreadableFile:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise UnreadableFile(file, f"is no run's config.json: {error!r:.200}") from error
-    return {name: content for name, content in _flat(run.to_json()).items() if content is not None and name != "out"}
+    values = _flat(run.to_json())
+    return {name: values[name] for name in known if name != "out" and values.get(name) is not None}
