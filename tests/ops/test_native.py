@@ -1,94 +1,12 @@
-"""The C kernel: how it is built, why it may be missing, and that threads do not change its results."""
-
-import subprocess
+"""The C kernel: what it cannot serve, and that threads do not change its results."""
 
 import pytest
 import torch
 from attention_cases import NATIVE
 
 import scaleinv
-from scaleinv.ops import native
 
 needs_kernel = pytest.mark.skipif(not NATIVE, reason="no C compiler")
-
-
-@pytest.fixture
-def fresh():
-    """`load` as in a new process."""
-    native.load.cache_clear()
-    yield
-    native.load.cache_clear()
-
-
-@pytest.mark.usefixtures("fresh")
-class TestBuild:
-    def test_no_compiler(self, monkeypatch):
-        monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setenv("PATH", "/nowhere")
-        assert native.load() == "no C compiler found (cc, gcc or clang)"
-
-    def test_a_missing_cc_is_named(self, monkeypatch):
-        monkeypatch.setenv("CC", "/nowhere/icc -fast")
-        assert native.load() == "no C compiler found (CC=/nowhere/icc -fast)"
-
-    def test_a_broken_cc_is_reported(self, monkeypatch):
-        monkeypatch.setenv("CC", "false")
-        assert "could not be built" in native.load()
-        assert "'false'" in native.load()
-
-    def test_a_compiler_error_is_reported(self, monkeypatch, tmp_path):
-        compiler = tmp_path / "cc"
-        compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "kernel.c: no such luck" >&2; exit 1\n')
-        compiler.chmod(0o755)
-        monkeypatch.setenv("CC", str(compiler))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert native.load() == "the C kernel could not be built: kernel.c: no such luck"
-        assert list((tmp_path / "scaleinv").iterdir()) == []
-        with pytest.raises(ValueError, match="no such luck"):
-            scaleinv.attention(*torch.zeros(3, 1, 1, 1, 1), backend="blocked-native")
-
-    def test_a_hanging_compiler_is_reported(self, monkeypatch):
-        def hang(command, **options):
-            raise subprocess.TimeoutExpired(command, options["timeout"])
-
-        monkeypatch.setattr(subprocess, "run", hang)
-        assert "timed out" in native.load()
-
-    @needs_kernel
-    def test_a_broken_library_is_reported(self, monkeypatch, tmp_path):
-        broken = tmp_path / "kernel.so"
-        broken.write_text("not a library")
-        monkeypatch.setattr(native, "_built", lambda *arguments: broken)
-        assert str(broken) in native.load()
-
-    @needs_kernel
-    @pytest.mark.parametrize("home", ["a file", "none"])
-    def test_an_unwritable_cache_gives_way_to_a_temporary_folder(self, monkeypatch, tmp_path, home):
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        if home == "a file":
-            (tmp_path / "cache").write_text("in the way")
-            monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        else:
-
-            def homeless():
-                raise RuntimeError("Could not determine home directory.")
-
-            monkeypatch.setattr(native.Path, "home", homeless)
-        monkeypatch.setattr(native.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
-        monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
-        kernel = native.load()
-        assert isinstance(kernel, native.Kernel)
-        assert kernel.path.parent == tmp_path
-
-    @needs_kernel
-    def test_is_built_once(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(native, "FLAGS", ("-O0", *native.FLAGS[1:]))
-        first = native.load()
-        built = first.path.stat().st_mtime_ns
-        native.load.cache_clear()
-        assert native.load().path == first.path
-        assert first.path.stat().st_mtime_ns == built
 
 
 def test_obstacles():

@@ -1,40 +1,25 @@
 """The blocked algorithm as a C kernel (kernel.c): float32 arithmetic on CPU, built on demand by the local compiler.
 
-Building takes a few seconds, once for each machine: the library is kept in the user's cache folder under a name made
-from the source, the compiler and the CPU. Without a compiler, `obstacle` says so and the plain twin (blocked.py) runs.
-The twin also takes over where inputs hold NaN or infinity, which hidden pairs must not spread.
+Without a compiler, `obstacle` says so and the plain twin (blocked.py) runs. The twin also takes over where inputs hold
+NaN or infinity, which hidden pairs must not spread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scaleinv.machine import cache_folder
 from scaleinv.ops import blocked, operator
+from scaleinv.ops.build import build
 from scaleinv.ops.call import Call, DiagonalCall
 from scaleinv.ops.masks import query_documents
 
-logger = logging.getLogger(__name__)
-Library = TypeVar("Library")
-
 SOURCE = Path(__file__).with_name("kernel.c")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 DECODE_ROWS = 16
 """Up to so many queries for each key head, keys are read in place: packing them would cost more."""
 
@@ -98,20 +83,6 @@ class Kernel:
 def load() -> Kernel | str:
     """The kernel, built if need be; or why there is none."""
     return build(SOURCE, Kernel)
-
-
-def build(source: Path, kernel: Callable[[Path], Library], flags: tuple[str, ...] = FLAGS) -> Library | str:
-    """``kernel`` of the library of a C source, compiled unless the cache has it; or why there is none."""
-    wanted = os.environ.get("CC", "").strip()
-    commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
-    compiler = next((command for command in commands if shutil.which(command[0])), None)
-    if compiler is None:
-        return f"no C compiler found ({f'CC={wanted}' if wanted else 'cc, gcc or clang'})"
-    try:
-        return kernel(_built(compiler, source, flags))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
-        return f"the C kernel could not be built: {detail or error}"
 
 
 def obstacle(call: Call) -> str | None:
@@ -270,38 +241,3 @@ def _numbered(call: DiagonalCall) -> tuple[Tensor, Tensor]:
     both = torch.unique(torch.cat([call.query_ids, call.document_ids], 1), return_inverse=True)[1]
     queries, keys = both.split([call.geometry.queries, call.geometry.keys], dim=1)
     return queries, keys
-
-
-def _built(compiler: list[str], source: Path, flags: tuple[str, ...]) -> Path:
-    """The library's path; compiles it unless the cache has it."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    identity = "\n".join([source.read_text(), version, platform.machine(), _cpu(), *flags])
-    name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    try:
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(folder)
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        folder = Path(tempfile.mkdtemp(prefix="scaleinv-"))
-    path = folder / name
-    if not path.exists():
-        logger.info("building the attention kernel with %s (once, a few seconds)", compiler[0])
-        handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        try:
-            command = [*compiler, *flags, "-o", temporary, str(source), "-lm"]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-            os.replace(temporary, path)  # another process may have built it meanwhile: either is good
-        finally:
-            Path(temporary).unlink(missing_ok=True)
-    return path
-
-
-def _cpu() -> str:
-    """What tells CPUs apart that share a home folder: the instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scaleinv.ops import native
+from scaleinv.ops.build import build
 from scaleinv.ops.certified.pages import PAGE, Page
 
 SOURCE = Path(__file__).with_name("kernel.c")
@@ -75,7 +75,7 @@ class Kernel:
 @functools.cache
 def load() -> Kernel | str:
     """The kernel, built if need be; or why there is none."""
-    return native.build(SOURCE, Kernel)
+    return build(SOURCE, Kernel)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
