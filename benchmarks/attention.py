@@ -7,7 +7,7 @@ table gives medians and their ratio to SDPA's in the same run. SDPA is *plain* c
     python benchmarks/attention.py --quick       # 1k and 4k, about 3 minutes
     python benchmarks/attention.py --long        # 64k too
 
-Writes results/bench/attention.csv and attention.png.
+Writes results/bench/attention.csv, attention.png and attention.svg.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import torch
 from torch.nn import functional as F
 
 import scaleinv
+from scaleinv.lengths import tokens_label
 from scaleinv.machine import cpu_name
+from scaleinv.plots import style
 
 HEADS = 6
 OURS = "scale-invariant"
@@ -73,7 +75,7 @@ def main() -> None:
         writer = csv.DictWriter(file, [*fields, *stamp])
         writer.writeheader()
         writer.writerows({**row, **stamp} for row in rows)
-    picture = draw(rows, options.out / "attention.png")
+    picture = draw(rows, options.out)
     say(f"wrote {target} and {picture}")
 
 
@@ -213,31 +215,42 @@ def gemm_rate() -> float:
     return 2 * 2048**3 / min(times)
 
 
-def draw(rows: list[dict[str, object]], path: Path) -> Path:
-    """Ratio to SDPA by length, one panel for each operation."""
-    from matplotlib.figure import Figure
+LOOKS = {
+    OURS: style.Look("scale-invariant", "#000000", "o"),
+    "sdpa": style.Look("plain (SDPA)", "#0077BB", "s"),
+    "flex": style.Look("FlexAttention", "#EE7733", "D", "--"),
+    "reference": style.Look("reference", "#AAAAAA", "v", ":"),
+    "blocked-torch": style.Look("blocked, torch", "#117733", "^", "--"),
+}
 
-    colours = {OURS: "black", "sdpa": "#0072B2", "flex": "#D55E00", "reference": "#999999", "blocked-torch": "#009E73"}
+
+def draw(rows: list[dict[str, object]], folder: Path) -> Path:
+    """Ratio to SDPA by length, one panel for each operation, as ``attention.png`` and ``attention.svg``."""
     panels = [("forward", 128), ("forward", 64), ("forward+backward", 128), ("forward+backward", 64), ("decode", 128)]
-    figure = Figure(figsize=(16, 3.6), layout="constrained")
-    for axes, (op, head_dim) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for backend, colour in colours.items():
-            points = [
-                (row["length"], row["ratio_to_sdpa"])
-                for row in rows
-                if (row["op"], row["head_dim"], row["backend"], row["metric"]) == (op, head_dim, backend, "ms")
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=backend)
-        axes.set(title=f"{op}, head dim {head_dim}", xlabel="keys" if op == "decode" else "tokens", xscale="log")
-        axes.set(yscale="log", ylabel="time / SDPA's time")
-        axes.axhline(1, color="#0072B2", linewidth=0.5)
-        ticks = [0.5, 1, 2, 5, 10, 20]
-        axes.set_yticks(ticks, [str(tick) for tick in ticks])
-        axes.minorticks_off()
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-    return path
+    with style.applied():
+        figure, axes = style.panels(len(panels), width=3.2)
+        figure.set_figwidth(figure.get_figwidth() + 1.6)
+        for axis, (op, head_dim) in zip(axes, panels, strict=True):
+            for backend, look in LOOKS.items():
+                points = [
+                    (row["length"], row["ratio_to_sdpa"])
+                    for row in rows
+                    if (row["op"], row["head_dim"], row["backend"], row["metric"]) == (op, head_dim, backend, "ms")
+                ]
+                if points:
+                    x, y = zip(*points, strict=True)
+                    axis.plot(x, y, marker=look.marker, color=look.color, ls=look.dashes, label=look.label)
+            axis.set(xscale="log", yscale="log", xlabel="keys" if op == "decode" else "tokens")
+            lengths = sorted({row["length"] for row in rows if (row["op"], row["head_dim"]) == (op, head_dim)})
+            axis.set_xticks(lengths, [tokens_label(length) for length in lengths])
+            ticks = [0.5, 1, 2, 5, 10, 20]
+            axis.set_yticks(ticks, [str(tick) for tick in ticks])
+            axis.minorticks_off()
+            axis.set_title(f"{op}, head dim {head_dim}")
+        axes[0].set_ylabel("time / SDPA's time")
+        named = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(named.values(), named.keys(), loc="outside right center", fontsize=9)
+    return style.save(figure, folder, "attention")[0]
 
 
 def say(text: str) -> None:

@@ -88,6 +88,7 @@ assert "scaleinv" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_loading_without_scaleinv_is_a_clear_error(stock: Stock, tmp_path: Path) -> None:
     folders = [str(tmp_path / "p-rope"), str(tmp_path / "rope")]
     for folder, p in zip(folders, (0.5, None), strict=True):

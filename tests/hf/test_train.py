@@ -39,6 +39,7 @@ def test_trainer_steps_save_and_reload_bitwise(stock: Stock, model_type: str, to
     assert scaleinv.hf.conversion(again) == scaleinv.hf.conversion(model)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph(stock: Stock, model_type: str, tokens: Tensor) -> None:
     model = scaleinv.hf.convert(stock(model_type))
     torch._dynamo.reset()
@@ -67,6 +68,7 @@ def test_compiles_in_one_graph(stock: Stock, model_type: str, tokens: Tensor) ->
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_compiles_for_any_length(stock: Stock, tokens: Tensor) -> None:
     model = scaleinv.hf.convert(stock("llama"))
     torch._dynamo.reset()

@@ -21,6 +21,7 @@ FILES = {f"{stem}.{kind}" for stem in FIGURES for kind in ("png", "svg")} | {
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, " * 12
 
 
+@pytest.mark.slow
 def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
     lines: list[str] = []
     paths = model_report(make_gpt(), TOKENS, ["2x", 300], tmp_path / "all", progress=lines.append)

@@ -9,6 +9,7 @@ from scaleinv.reports import theory_report
 pytest.importorskip("matplotlib")
 
 
+@pytest.mark.slow
 def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
     lines: list[str] = []
     paths = theory_report(tmp_path / "all", lines.append, longest=2**14, samples=20)
