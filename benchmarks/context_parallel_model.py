@@ -40,6 +40,9 @@ EFFICIENCY = 0.5
 LINK = 0.8
 """Share of a link's speed that messages of megabytes reach."""
 
+LATENCY = 20e-6
+"""Seconds before a message moves, launch included."""
+
 FORWARD, BACKWARD = 1.0, 2.5
 """Matrix products of the backward against the forward: five against two."""
 
@@ -81,8 +84,9 @@ def ring(shape: Shape, gpu: GPU, ranks: int) -> float:
     total = (FORWARD + BACKWARD) * step  # the rank's own block, with nothing to wait for
     for tokens in received(shape, ranks, rank=ranks // 2):
         elements = shape.kv(tokens)
-        forward = elements * BF16 / speed(gpu, ranks)
-        backward = elements * (BF16 + FP32) / speed(gpu, ranks)  # keys again, and their gradients home
+        forward = LATENCY + elements * BF16 / speed(gpu, ranks)
+        # Keys again, and their gradients home.
+        backward = LATENCY + elements * (BF16 + FP32) / speed(gpu, ranks)
         total += max(FORWARD * step, forward) + max(BACKWARD * step, backward)
     return total
 
@@ -91,7 +95,7 @@ def all_gather(shape: Shape, gpu: GPU, ranks: int) -> float:
     """Seconds if all keys come first, and gradients are reduced last: nothing is hidden."""
     compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
     elements = shape.kv(shape.length * (ranks - 1) / ranks)
-    return compute + elements * (BF16 + BF16 + FP32) / speed(gpu, ranks)
+    return compute + 3 * LATENCY + elements * (BF16 + BF16 + FP32) / speed(gpu, ranks)
 
 
 def exchange(shape: Shape, gpu: GPU, ranks: int) -> float | None:
@@ -101,15 +105,14 @@ def exchange(shape: Shape, gpu: GPU, ranks: int) -> float | None:
     compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
     tokens = shape.length / ranks * (ranks - 1) / ranks
     elements = tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim  # q, k, v there, out back
-    return compute + elements * (BF16 + BF16) / speed(gpu, ranks)  # forward, and as much in the backward
+    return compute + 4 * LATENCY + elements * (BF16 + BF16) / speed(gpu, ranks)  # as much in the backward
 
 
 def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int, kv_heads: int, head_dim: int) -> str:
     gpu = GPUS[gpu_name]
     lines = [
         f"{gpu_name}: {heads} heads, {kv_heads} key heads, head dim {head_dim}, one layer, forward and backward",
-        f"{'tokens':>10}{'GPUs':>6}{'compute':>11}{'ring':>11}{'all-gather':>12}{'heads':>11}"
-        f"{'ring/compute':>14}{'gathered MB':>13}  best",
+        f"{'tokens':>10}{'GPUs':>6}{'compute':>10}{'ring':>10}{'all-gather':>12}{'heads':>10}{'ring/compute':>14}  best",
     ]
     for length in lengths:
         for ranks in rank_counts:
@@ -121,19 +124,25 @@ def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int,
                 "heads": exchange(shape, gpu, ranks),
             }
             best = min((time, name) for name, time in times.items() if time is not None)[1]
-            cells = [f"{1e3 * time:.2f} ms" if time is not None else "–" for time in (compute, *times.values())]
+            cells = [_time(time) for time in (compute, *times.values())]
             lines.append(
-                f"{length:>10,}{ranks:>6}{cells[0]:>11}{cells[1]:>11}{cells[2]:>12}{cells[3]:>11}"
-                f"{times['ring'] / compute:>14.2f}{shape.kv(length) * BF16 / 2**20:>13,.0f}  {best}"
+                f"{length:>10,}{ranks:>6}{cells[0]:>10}{cells[1]:>10}{cells[2]:>12}{cells[3]:>10}"
+                f"{times['ring'] / compute:>14.2f}  {best}"
             )
     return "\n".join(lines)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=(*GPUS, "all"), default="all")
-    parser.add_argument("--lengths", default="131072,524288,1048576,4194304")
-    parser.add_argument("--ranks", default="8,16,64,256,512")
+    parser.add_argument("--lengths", default="131072,1048576,4194304")
+    parser.add_argument("--ranks", default="8,32,128,512")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
