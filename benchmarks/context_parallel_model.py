@@ -112,7 +112,7 @@ def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int,
     gpu = GPUS[gpu_name]
     lines = [
         f"{gpu_name}: {heads} heads, {kv_heads} key heads, head dim {head_dim}, one layer, forward and backward",
-        f"{'tokens':>10}{'GPUs':>6}{'compute':>10}{'ring':>10}{'all-gather':>12}{'heads':>10}{'ring/compute':>14}  best",
+        f"{'tokens':>10}{'GPUs':>6}{'compute':>10}{'ring':>10}{'all-gather':>12}{'heads':>10}{'ring/own':>10}  best",
     ]
     for length in lengths:
         for ranks in rank_counts:
@@ -127,7 +127,7 @@ def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int,
             cells = [_time(time) for time in (compute, *times.values())]
             lines.append(
                 f"{length:>10,}{ranks:>6}{cells[0]:>10}{cells[1]:>10}{cells[2]:>12}{cells[3]:>10}"
-                f"{times['ring'] / compute:>14.2f}  {best}"
+                f"{times['ring'] / compute:>10.2f}  {best}"
             )
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from attention_cases import Case
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import scaleinv
 from scaleinv import distributed
@@ -24,9 +25,11 @@ class RingCase:
 
     case: Case
     layout: str = "zigzag"
+    recompute: bool = False
+    """Activation checkpointing: the forward runs again in the backward."""
 
     def __str__(self) -> str:
-        return f"{self.case}-{self.layout}"
+        return f"{self.case}-{self.layout}" + "-recompute" * self.recompute
 
 
 def cases(ranks: int) -> list[RingCase]:
@@ -47,7 +50,8 @@ def cases(ranks: int) -> list[RingCase]:
         Case(ranks, dim=4),  # one token on each rank
         Case(even, scale=0.5, transform="table-heads"),
     ]
-    return [RingCase(case, layout) for case in found for layout in LAYOUTS]
+    recomputed = RingCase(Case(even, heads=3, transform="learnable", documents="packed"), recompute=True)
+    return [*(RingCase(case, layout) for case in found for layout in LAYOUTS), recomputed]
 
 
 DTYPES = (torch.float32, torch.float64)
@@ -70,9 +74,14 @@ def run(case: RingCase, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, torch
         if options[name] is not None:
             options[name] = distributed.shard(options[name], mesh, dim=1, layout=case.layout)
     with distributed.counted() as traffic:
-        out, lse = distributed.attention(
-            query, key, value, logits, mesh=mesh, layout=case.layout, return_lse=True, **options
-        )
+
+        def attend(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return distributed.attention(*tensors, logits, mesh=mesh, layout=case.layout, return_lse=True, **options)
+
+        if case.recompute:
+            out, lse = checkpoint(attend, query, key, value, use_reentrant=False)
+        else:
+            out, lse = attend(query, key, value)
         seen = lse.masked_fill(lse == -torch.inf, 0)
         ((out * weights).sum() + (seen * lse_weights).sum()).backward()
     found = {"output": out.detach(), "logsumexp": lse.detach()}

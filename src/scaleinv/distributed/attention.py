@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -54,6 +55,7 @@ def attention(
     backend: str = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@torch.compiler.disable  # messages between ranks are not for the compiler: it goes on before and after them
 def attention(
     query: Tensor,
     key: Tensor,
