@@ -19,6 +19,7 @@ from scaleinv.eval import needle, needle_train
 from scaleinv.eval.needle import default_task, evaluate, run_needle, summarize, wilson
 from scaleinv.eval.needle_task import NeedleTask
 from scaleinv.eval.needle_train import NeedleTraining, finetune
+from scaleinv.files import FolderInUse, locked
 from scaleinv.model import GPT, GPTConfig
 from scaleinv.model.config import preset
 from scaleinv.train import checkpoint, store
@@ -236,6 +237,21 @@ def test_finetuning_goes_on_bitwise_and_is_a_run(run, tmp_path, monkeypatch):
         finetune(run, whole, TASK, dataclasses.replace(TRAINING, rate=0.5))
     with pytest.raises(ValueError, match=r"out .* already holds a run"):
         finetune(run, run, TASK, TRAINING)
+
+
+def test_damaged_weights_of_a_finetuning_are_written_anew(run, tmp_path, monkeypatch):
+    finetune(run, tmp_path, TASK, TRAINING)
+    before = store.weights_digest(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(needle_train, "_gradients", None)  # nothing is trained again
+    finetune(run, tmp_path, TASK, TRAINING)
+    assert store.weights_digest(tmp_path) == before
+
+
+def test_a_finetuning_has_one_writer(run, tmp_path):
+    with locked(tmp_path), pytest.raises(FolderInUse, match=f"{tmp_path} is in use by"):
+        finetune(run, tmp_path, TASK, TRAINING)
 
 
 def test_a_loss_that_is_not_finite_stops_it(run, tmp_path, monkeypatch):

@@ -141,8 +141,9 @@ def finetune(
         if found is not None:
             checkpoint.load(found[0], tensors)
             start = found[1]["step"]
-            progress(f"resuming {out} at step {start}")
         if start < training.steps:
+            if start:
+                progress(f"resuming {out} at step {start}")
             store.write_run(out, dataclasses.replace(config, out=str(out)), corpus)
             metrics = Metrics(out, start, settings, None)
             meter = Progress(training.steps, start, training.sequences * task.length, progress, training.log_every)
