@@ -72,6 +72,7 @@ class TestAgainstReference:
         check(case, backend, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*SIZES[4:8], Case(1, 300, heads=3), VISIBILITY[-1], *LEARNT], ids=str)
 @pytest.mark.parametrize("backend", FAST)
@@ -113,12 +114,14 @@ def cases(draw):
     )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
 @hypothesis.given(case=cases())
 def test_any_call_float64(case):
     assert_equal_to_rounding(run(case, "blocked-torch", torch.float64), run(case, "reference", torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NATIVE, reason="no C compiler")
 @hypothesis.settings(max_examples=120, deadline=None, derandomize=True)
 @hypothesis.given(case=cases())

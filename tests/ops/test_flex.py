@@ -49,6 +49,7 @@ def test_the_formula(case):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["scale-invariant", "logn-context"])
 def test_the_backend(transform):
     case = Case(20, 40, dim=32, batch=2, heads=4, kv_heads=2, mask="blind", window=30, transform=transform)

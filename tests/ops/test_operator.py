@@ -212,6 +212,7 @@ class TestCompile:
         finally:
             torch.compiler.set_stance("default")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("backend", FAST)
     def test_inductor_with_transposed_inputs(self, backend):
         """As a model calls it: [B, N, H, D] from a projection, transposed, with learnt lengthscales."""
