@@ -241,7 +241,8 @@ def draw(rows: list[dict[str, object]], folder: Path) -> Path:
                     x, y = zip(*points, strict=True)
                     axis.plot(x, y, marker=look.marker, color=look.color, ls=look.dashes, label=look.label)
             axis.set(xscale="log", yscale="log", xlabel="keys" if op == "decode" else "tokens")
-            lengths = sorted({row["length"] for row in rows if (row["op"], row["head_dim"]) == (op, head_dim)})
+            shown = (op, head_dim, "ms")
+            lengths = sorted({row["length"] for row in rows if (row["op"], row["head_dim"], row["metric"]) == shown})
             axis.set_xticks(lengths, [tokens_label(length) for length in lengths])
             ticks = [0.5, 1, 2, 5, 10, 20]
             axis.set_yticks(ticks, [str(tick) for tick in ticks])

@@ -249,6 +249,7 @@ def run_needle(
         "task": dataclasses.asdict(task),
         "training": training.to_json(),
         "samples_seed": seed,
+        "base": {"steps": config.steps},
         "corpus": corpus.description,
     }
     made_by = {"run": store.weights_digest(run), "training": settings["training"], "corpus": corpus.sha256}
