@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,7 +66,8 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [str(WORKER), str(path)] + (["resume"] if resume else [])
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        shown = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # a crash shows its stack
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=shown)
         running.append(process)
         return process
 

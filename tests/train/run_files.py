@@ -14,5 +14,5 @@ def losses(folder: str | Path) -> dict[int, float]:
 def finish(process: subprocess.Popen) -> str:
     """Wait for a run; its output."""
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output[-4000:]
+    assert process.returncode == 0, output
     return output
