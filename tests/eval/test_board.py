@@ -42,7 +42,7 @@ def test_one_line_tells_every_model_and_the_time_left(plan, now):
     assert all(line.passing for line in lines)
 
 
-def test_what_is_evaluated_stays(plan, now):
+def test_the_losses_of_a_finished_model_stay(plan, now):
     job = plan.all_jobs()[0]
     lines = []
     board = Board(plan, [job], lines.append)
@@ -50,8 +50,12 @@ def test_what_is_evaluated_stays(plan, now):
     assert lines == []
     board.receive(job, windows(4))
     board.receive(job, {"kind": "evaluated", "method": "rope", "length": "1x", "mean": 1.5, "stderr": 0.25})
-    stays = [line for line in lines if not getattr(line, "passing", False)]
-    assert stays == ["rope-seed0: rope at 1x 1.5000 ± 0.2500"]
+    board.receive(job, {"kind": "evaluated", "method": "yarn", "length": "1x", "mean": 2.5, "stderr": None})
+    assert all(line.passing for line in lines)
+    board.finish(job)
+    now["now"] = 65
+    board.close()
+    assert lines[-2:] == ["rope-seed0: rope at 1x 1.5000, yarn at 1x 2.5000", "1 of 1 models in 1:05"]
 
 
 def test_what_was_done_before_does_not_count_as_speed(plan, now):
@@ -65,7 +69,7 @@ def test_what_was_done_before_does_not_count_as_speed(plan, now):
     assert lines[-1].startswith("1 of 2 models: ")
     now["now"] = 10
     board.receive(jobs[1], step(95))
-    assert lines[-1].record["seconds_left"] == pytest.approx((5 + 4 * 1024 / 192) / 5 * 10)
+    assert lines[-1].record["seconds_left"] == pytest.approx((5 + 4 * 1024 / 192) / 5 * 5)
 
 
 def test_a_failed_model_takes_no_more_time(plan, now):
@@ -74,5 +78,7 @@ def test_a_failed_model_takes_no_more_time(plan, now):
     board = Board(plan, jobs, lines.append)
     board.fail(jobs[0], "no space")
     assert lines == ["failed: rope-seed0: no space"]
+    board.close()
+    assert lines[-1] == "0 of 2 models in 0:00"
     board.receive(jobs[1], windows(1))
     assert "rope-seed0" not in lines[-1]

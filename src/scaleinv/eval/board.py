@@ -21,28 +21,36 @@ class Board:
         self.progress = progress
         self.lock = threading.Lock()
         self.models = {job: _Model(plan, job) for job in jobs}
-        self.began = time.monotonic()
+        self.began = self.counted_from = time.monotonic()
 
     def receive(self, job: Job, record: dict[str, Any]) -> None:
         """Show what a worker reports."""
         with self.lock:
-            model = self.models[job]
-            text = model.receive(record)
-            if text:
-                self.progress(f"{job.name}: {text}")
-            if model.state:
+            if all(not model.seen for model in self.models.values()):
+                self.counted_from = time.monotonic()
+            self.models[job].receive(record)
+            if self.models[job].state:
                 self.progress(self._line())
 
     def finish(self, job: Job) -> None:
-        """A model is trained and evaluated."""
+        """A model is trained and evaluated: a line with its losses stays."""
         with self.lock:
-            self.models[job].finish()
+            model = self.models[job]
+            model.finish()
+            if model.losses:
+                self.progress(f"{job.name}: {', '.join(model.losses)}")
 
     def fail(self, job: Job, message: str) -> None:
         """A model failed: it takes no more time."""
         with self.lock:
-            self.models[job].finish()
+            self.models[job].finish(failed=True)
             self.progress(f"failed: {job.name}: {message}")
+
+    def close(self) -> None:
+        """Say how far the comparison came."""
+        with self.lock:
+            done = sum(model.finished for model in self.models.values())
+            self.progress(f"{done} of {len(self.models)} models in {clock(time.monotonic() - self.began)}")
 
     def _line(self) -> Report:
         models = self.models.values()
@@ -57,7 +65,11 @@ class Board:
         read = sum(model.read - model.before for model in self.models.values())
         if not read:
             return None
-        return (time.monotonic() - self.began) / read * sum(model.total - model.read for model in self.models.values())
+        return (
+            (time.monotonic() - self.counted_from)
+            / read
+            * sum(model.total - model.read for model in self.models.values())
+        )
 
 
 class _Model:
@@ -72,10 +84,11 @@ class _Model:
         self.read = self.before = 0.0
         self.passes = 0
         self.state = ""
+        self.losses: list[str] = []
         self.finished = self.seen = False
 
-    def receive(self, record: dict[str, Any]) -> str:
-        """Take a record; returns a line that is to stay, or nothing."""
+    def receive(self, record: dict[str, Any]) -> None:
+        """Take a record of the model's worker."""
         kind = record["kind"]
         if kind == "step":
             self.read = record["step"] * self.step
@@ -83,15 +96,13 @@ class _Model:
         elif kind == "windows":
             self.read = self.training + (self.passes + record["done"] / record["total"]) * self.pass_
             self.state = f"{record['method']} at {record['length']}: {record['done']}/{record['total']} windows"
+        elif kind == "evaluated":
+            self.passes += 1
+            self.losses.append(f"{record['method']} at {record['length']} {record['mean']:.4f}")
         if kind in ("step", "windows") and not self.seen:  # what was done before does not say how fast we are
             self.before, self.seen = self.read, True
-        if kind == "evaluated":
-            self.passes += 1
-            error = "" if record["stderr"] is None else f" ± {record['stderr']:.4f}"
-            return f"{record['method']} at {record['length']} {record['mean']:.4f}{error}"
-        return ""
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         if not self.seen:
             self.before = self.total
-        self.read, self.finished, self.state = self.total, True, ""
+        self.read, self.finished, self.state = self.total, not failed, ""

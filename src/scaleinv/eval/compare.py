@@ -99,6 +99,7 @@ def _run(plan: Comparison, progress: Progress) -> Summary:
             else:
                 board.finish(job)
                 summarize(plan)
+    board.close()
     if workers.stopped:
         raise Stopped(workers.stopped, plan.out)
     if problems:
