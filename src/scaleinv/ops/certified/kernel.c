@@ -531,7 +531,6 @@ static void add_values(float *out, const float *values, int64_t width, const int
         float w[4];
         for (int n = 0; n < 4; n++) {
             v[n] = values + list[MIN(i + n, count - 1)] * width, w[n] = i + n < count ? weights[i + n] : 0;
-            if (i + n + 2 * AHEAD < count) fetch(values + list[i + n + 2 * AHEAD] * width, width);
         }
         int64_t k = 0;
         for (; k + LANES <= width; k += LANES)
@@ -559,10 +558,11 @@ static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
         Part *part = s->part + at * s->pages + n;
         int64_t count = select_keys(s, r, part, at, pair / c->kv_heads, n, x->list);
         part->count = count, part->most = -INFINITY, part->sum = 0, part->magnitude = 0;
-        if (!count) continue;
+        for (int64_t l = 0; l < MIN(AHEAD, count); l++) fetch(keys + x->list[l] * c->dim, c->dim);
         for (int64_t l = 0; l < count; l++) {
             int64_t j = n * PAGE + x->list[l];
             if (l + AHEAD < count) fetch(keys + x->list[l + AHEAD] * c->dim, c->dim);
+            fetch(values + x->list[l] * c->value_dim, c->value_dim);
             double score = r->gain[j] * (r->factor * dot(r->query, keys + x->list[l] * c->dim, c->dim));
             x->logits[l] = score + r->shift[j];
             if (x->logits[l] == -INFINITY) continue;

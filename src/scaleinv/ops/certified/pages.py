@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import math
+import mmap
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ PAGE = 1024
 BLOCK = 16
 """Keys whose 8-bit copies are interleaved, four channels at a time: one vector of the kernel."""
 LEVELS = 127
+HUGE = 1 << 21
 
 
 @dataclasses.dataclass
@@ -30,15 +34,30 @@ class Page:
 def empty_page(key: Tensor, value: Tensor) -> Page:
     """A page for keys and values like these, float32 or float64."""
     batch, heads, _, dim = key.shape
-    return Page(
-        key.new_empty(batch, heads, PAGE, dim),
-        value.new_empty(batch, heads, PAGE, value.shape[3]),
-        torch.empty(batch, heads, PAGE // BLOCK, -(-dim // 4), BLOCK, 4, dtype=torch.uint8, device=key.device),
-        key.new_empty(batch, heads, PAGE),
-        key.new_empty(batch, heads, PAGE),
-        value.new_zeros(batch, heads, value.shape[3]),
-        value.new_zeros(batch, heads),
+    width = value.shape[3]
+    shapes = [(PAGE, dim), (PAGE, width), (PAGE // BLOCK, -(-dim // 4), BLOCK, 4), (PAGE,), (PAGE,), (width,), ()]
+    dtypes = [key.dtype, value.dtype, torch.uint8, key.dtype, key.dtype, value.dtype, value.dtype]
+    sizes = [batch * heads * math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    sizes = [-(-size // 64) * 64 for size in sizes]
+    parts = _memory(sum(sizes), key.device).split(sizes)
+    page = Page(
+        *(
+            part.view(dtype)[: batch * heads * math.prod(shape)].view(batch, heads, *shape)
+            for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)
+        )
     )
+    page.centre.zero_(), page.radius.zero_()
+    return page
+
+
+def _memory(size: int, device: torch.device) -> Tensor:
+    """Bytes, on huge pages where Linux has them: rows that are read here and there would miss a page table each."""
+    if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    memory = torch.empty(size + HUGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % HUGE :][:size]
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def fill(page: Page, slot: int, key: Tensor, value: Tensor) -> None:
