@@ -131,3 +131,13 @@ def test_batches_do_not_matter(samples):
     for one, other in zip(together, alone, strict=True):
         assert (one.correct, one.tokens, one.tokens_right) == (other.correct, other.tokens, other.tokens_right)
         assert one.loss == pytest.approx(other.loss, rel=1e-4)
+
+
+def test_answers_at_tolerance_0_are_the_same(samples):
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(layers=1, width=32, heads=2, vocab_size=257, train_length=64)).eval()
+    nn.init.normal_(model.output.weight)
+    exact = read_samples(model, samples, TASK, TOKENIZER)
+    for one, other in zip(exact, read_samples(model, samples, TASK, TOKENIZER, tolerance=0.0), strict=True):
+        assert (one.text, one.correct, one.tokens_right) == (other.text, other.correct, other.tokens_right)
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)

@@ -112,3 +112,13 @@ def device(name: str) -> str:
 def add_device(parser: Parser) -> None:
     """``--device``: give it to `device` before any work."""
     parser.add_argument("--device", type=text, default="auto", help="auto, cpu or cuda; default: auto")
+
+
+def add_tolerance(parser: Parser) -> None:
+    """``--tolerance``: certified decoding."""
+    parser.add_argument(
+        "--tolerance",
+        type=number(float, least=0, below=1),
+        help="leave at most this share of each query's attention unread, and read only the keys that matter; "
+        "default: read everything",
+    )

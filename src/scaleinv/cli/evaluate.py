@@ -6,7 +6,17 @@ import argparse
 import os
 from typing import Any
 
-from scaleinv.cli.common import add_device, add_lengths, add_methods, command, count, device, number, path
+from scaleinv.cli.common import (
+    add_device,
+    add_lengths,
+    add_methods,
+    add_tolerance,
+    command,
+    count,
+    device,
+    number,
+    path,
+)
 
 
 def add(commands: Any) -> None:
@@ -23,6 +33,7 @@ def add(commands: Any) -> None:
     add_methods(parser)
     option("--tokens", type=count, help="held-out tokens to use at most; default: 524,288")
     option("--step", type=number(int, least=0), help="a checkpoint by its step; default: the newest weights")
+    add_tolerance(parser)
     option("--out", type=path, help="folder for the JSON; default: RUN/evaluations")
     option(
         "--context-parallel",
@@ -47,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
         methods=options.methods,
         tokens=TOKENS if options.tokens is None else options.tokens,
         step=options.step,
+        tolerance=options.tolerance,
         device=where,
         out=out,
         progress=terminal,

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from scaleinv import methods
-from scaleinv.cli.common import add_device, command, device, number, path, text
+from scaleinv.cli.common import add_device, add_tolerance, command, device, number, path, text
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Control characters but newline and tab, and those that turn the direction of text."""
@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
     )
     option("--seed", type=number(int, least=0), help="for the same text again; default: another text each time")
     option("--method", type=text, help="run a RoPE-trained model as rope+ntk or yarn; default: its own")
+    add_tolerance(parser)
     add_device(parser)
 
 
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
         seed=options.seed,
         stop=tokenizer.end_of_text,
         vocabulary=tokenizer.vocab_size,
+        tolerance=options.tolerance,
     )
     show(options.prompt)
     ids: list[int] = []

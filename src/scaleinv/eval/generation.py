@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from scaleinv.model import GPT, KVCache
+from scaleinv.model import GPT, CertifiedKVCache, KVCache
 
 
 @torch.no_grad()
@@ -22,6 +22,7 @@ def generate(
     seed: int | None = None,
     stop: int | None = None,
     vocabulary: int | None = None,
+    tolerance: float | None = None,
 ) -> Iterator[int]:
     """Yield up to ``tokens`` new ids after the prompt, as they are made.
 
@@ -33,6 +34,8 @@ def generate(
         seed: for the same text again; None for another each time.
         stop: an id that ends the text; it is not yielded.
         vocabulary: ids from here on are never chosen (a model's vocabulary may be padded past its tokenizer's).
+        tolerance: decode with a `CertifiedKVCache`: each step leaves at most this share of the attention unread. None
+            reads everything.
     """
     if prompt.dim() != 1 or prompt.numel() == 0:
         raise ValueError(f"prompt must be a non-empty 1-D tensor of ids, got shape {tuple(prompt.shape)}")
@@ -44,7 +47,7 @@ def generate(
         raise ValueError(f"top_k must be positive, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
-    return _generate(model, prompt, tokens, temperature, top_k, top_p, seed, stop, vocabulary)
+    return _generate(model, prompt, tokens, temperature, top_k, top_p, seed, stop, vocabulary, tolerance)
 
 
 @torch.no_grad()
@@ -58,6 +61,7 @@ def _generate(
     seed: int | None,
     stop: int | None,
     vocabulary: int | None,
+    tolerance: float | None,
 ) -> Iterator[int]:
     device = next(model.parameters()).device
     generator = torch.Generator(device)
@@ -66,7 +70,7 @@ def _generate(
     else:
         generator.manual_seed(seed)
     length = prompt.numel() + tokens
-    cache = KVCache(context_length=length)
+    cache = KVCache(context_length=length) if tolerance is None else CertifiedKVCache(tolerance, length)
     step = prompt[None].to(device)
     for _ in range(tokens):
         logits = model.output(model.hidden(step, cache=cache)[:, -1]).float()[0, :vocabulary]

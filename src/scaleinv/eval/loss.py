@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleinv.data import TokenData
+from scaleinv.eval.certified import CertifiedReader
 from scaleinv.eval.summary import mapping, number
 from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.lengths import parse
@@ -40,15 +41,20 @@ class Evaluation:
     tokens: int
     """Held-out tokens asked for; windows × length is how many there were."""
     lengths: dict[str, LengthLoss]
+    tolerance: float | None = None
+    """Share of the attention that may have been left unread (`scaleinv.CertifiedCache`); None for exact attention."""
 
     def to_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
+        if self.tolerance is None:
+            del values["tolerance"]
         return {"row": values.pop("method"), **values}
 
     def path(self, folder: Path) -> Path:
-        """``<method>-seed<n>.json``, of a checkpoint ``<method>-seed<n>-step<n>.json``."""
+        """``<method>-seed<n>.json``, of a checkpoint ``<method>-seed<n>-step<n>.json``; a tolerance is named too."""
         checkpoint = "" if self.step is None else f"-step{self.step}"
-        return folder / f"{self.method}-seed{self.seed}{checkpoint}.json"
+        tolerance = "" if self.tolerance is None else f"-tolerance{self.tolerance:g}"
+        return folder / f"{self.method}-seed{self.seed}{checkpoint}{tolerance}.json"
 
     def save(self, folder: Path) -> Path:
         """Write the file, or enter these lengths in it if it is of the same model. A damaged one is replaced."""
@@ -72,6 +78,7 @@ def read_evaluation(path: Path) -> Evaluation:
         lengths = {label: _length_loss(at, f"lengths.{label}") for label, at in found.items()}
         method, model, weights = (values.get(name) for name in ("row", "model", "weights"))
         seed, train_length, tokens, step = (values.get(name) for name in ("seed", "train_length", "tokens", "step"))
+        tolerance = number(values, "tolerance", "evaluation", optional=True)
         for name, value, kind in (
             ("row", method, str),
             ("model", model, str),
@@ -83,7 +90,7 @@ def read_evaluation(path: Path) -> Evaluation:
         ):
             if not isinstance(value, kind):
                 raise ValueError(f"{name} cannot be {value!r:.60}")
-        return Evaluation(method, seed, model, train_length, step, weights, tokens, lengths)  # type: ignore[arg-type]
+        return Evaluation(method, seed, model, train_length, step, weights, tokens, lengths, tolerance)  # type: ignore[arg-type]
     except ValueError as error:
         raise UnreadableFile(path, f"is not an evaluation: {error}", "`scaleinv evaluate` makes it again") from error
 
@@ -116,6 +123,7 @@ def evaluate(
     methods: Sequence[str] | None = None,
     tokens: int = TOKENS,
     step: int | None = None,
+    tolerance: float | None = None,
     device: str = "auto",
     out: Path | None = None,
     progress: Progress = silent,
@@ -129,6 +137,7 @@ def evaluate(
         methods: for a RoPE-trained model also "rope+ntk" or "yarn"; None for its own.
         tokens: at most so many of the held-out tokens, rounded down so that every length divides them.
         step: a checkpoint by its step; None for the newest weights.
+        tolerance: read the windows as a decoder with a `scaleinv.CertifiedCache` does; None for exact attention.
         device: "auto" for a GPU where there is one.
         out: a folder, where each method is saved as soon as it is done.
         progress: takes lines of text.
@@ -161,10 +170,10 @@ def evaluate(
         results = []
         for method in methods:
             model.use_method(method)
-            found = _by_length(model, data, named, count, config, here, progress if here.first else silent)
-            results.append(
-                Evaluation(method, config.seed, model_method, config.model.train_length, step, weights, tokens, found)
-            )
+            say = progress if here.first else silent
+            found = _by_length(model, data, named, count, config, here, tolerance, say)
+            made = (config.seed, model_method, config.model.train_length, step, weights, tokens)
+            results.append(Evaluation(method, *made, found, tolerance))
             if out is not None:
                 here.on_first(results[-1].save, out)
         return results
@@ -177,6 +186,7 @@ def _by_length(
     tokens: int,
     config: TrainConfig,
     here: World,
+    tolerance: float | None,
     progress: Progress,
 ) -> dict[str, LengthLoss]:
     """The loss of a model by length, as the method that it is set to."""
@@ -189,10 +199,13 @@ def _by_length(
             progress(Report(text, passing=True, kind="windows", method=method, length=label, done=done, total=total))
 
         count = tokens // length * length
+        reader = model if tolerance is None else CertifiedReader(model, tolerance)
         found[label] = loss_at_length(
-            model, data, length, count, here=here, document_masks=config.document_masks, progress=show
+            reader, data, length, count, here=here, document_masks=config.document_masks, progress=show
         )
         progress(_evaluated(method, label, found[label]))
+        if isinstance(reader, CertifiedReader):
+            progress(f"{method} at {label}: {reader.read:.1%} of the keys read in full")
     return found
 
 

@@ -67,6 +67,7 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     batch_tokens: int = 16_384,
     depths: int = DEPTHS,
+    tolerance: float | None = None,
     progress: Progress = silent,
 ) -> dict[str, dict[str, Any]]:
     """Accuracy by length and depth: ``{"1x": {"accuracy", "low", "high", "depths", …}, …}``.
@@ -82,12 +83,14 @@ def evaluate(
         settings: what the records depend on besides the task and the seed; a file made with others is refused.
         batch_tokens: tokens read at a time, unless a single sample is longer.
         depths: bins of equal size; those without a needle are left out.
+        tolerance: answer with a `scaleinv.CertifiedCache`; None for exact attention.
         progress: takes lines of text.
     """
     _check_counts(samples=samples, batch_tokens=batch_tokens, depths=depths)
     if not lengths:
         raise ValueError("lengths must name at least one length, got none")
-    done = _open_records(records, _head(task, seed, settings or {})) if records is not None else {}
+    settings = {**(settings or {}), **({} if tolerance is None else {"tolerance": tolerance})}
+    done = _open_records(records, _head(task, seed, settings)) if records is not None else {}
     was_training = model.training
     model.eval()
     results = {}
@@ -97,7 +100,7 @@ def evaluate(
         for start in range(0, samples, batch):
             missing = [i for i in range(start, min(start + batch, samples)) if (length, i) not in done]
             if missing:
-                made = _ask(model, data, tokenizer, sized, seed, missing)
+                made = _ask(model, data, tokenizer, sized, seed, missing, tolerance)
                 done.update({(length, record["index"]): record for record in made})
                 if records is not None:
                     with records.open("a") as file:
@@ -117,11 +120,17 @@ def _check_counts(**counts: int) -> None:
 
 
 def _ask(
-    model: GPT, data: TokenData, tokenizer: Tokenizer, task: NeedleTask, seed: int, indices: Sequence[int]
+    model: GPT,
+    data: TokenData,
+    tokenizer: Tokenizer,
+    task: NeedleTask,
+    seed: int,
+    indices: Sequence[int],
+    tolerance: float | None,
 ) -> list[Record]:
     chosen = [make_sample(task, data, tokenizer, seed=seed, index=index) for index in indices]
     with precision(next(model.parameters()).device):
-        readings = read_samples(model, chosen, task, tokenizer)
+        readings = read_samples(model, chosen, task, tokenizer, tolerance)
     return [
         {
             "length": task.length,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from scaleinv.data import Tokenizer
 from scaleinv.eval.needle_task import NeedleTask, Sample, decided, longest_answer, score, stack
-from scaleinv.model import GPT, KVCache
+from scaleinv.model import GPT, CertifiedKVCache, KVCache
 from scaleinv.model.cache import InfiniState
 
 
@@ -37,17 +37,25 @@ class Reading:
 
 
 @torch.no_grad()
-def read_samples(model: GPT, samples: Sequence[Sample], task: NeedleTask, tokenizer: Tokenizer) -> list[Reading]:
-    """Read samples of one length, all at once; memory is linear in their length."""
+def read_samples(
+    model: GPT, samples: Sequence[Sample], task: NeedleTask, tokenizer: Tokenizer, tolerance: float | None = None
+) -> list[Reading]:
+    """Read samples of one length, all at once; memory is linear in their length.
+
+    With a tolerance, haystacks are read in full, and answers with a `CertifiedKVCache`.
+    """
     device = next(model.parameters()).device
     tokens, mask = (x.to(device) for x in stack(samples))
     # The shortest prompt, but for its last token, is common to all: the cache is filled with it, then the rest is run.
     start = min(sample.answer_start for sample in samples) - 1
-    cache = KVCache(context_length=tokens.shape[1])
+    length = tokens.shape[1]
+    cache = KVCache(context_length=length) if tolerance is None else CertifiedKVCache(tolerance, length)
     if start:
         model.hidden(tokens[:, :start], cache=cache)
     memory = dict(cache.infini)
-    logits = model.output(model.hidden(tokens[:, start:-1], cache=cache)).float()  # [B, n, V], of tokens start + 1 …
+    pieces = tokens[:, start:-1].split(length if tolerance is None else CertifiedKVCache.CHUNK, dim=1)
+    hidden = torch.cat([model.hidden(piece, cache=cache) for piece in pieces], dim=1)
+    logits = model.output(hidden).float()  # [B, n, V], of tokens start + 1 …
     targets, asked = tokens[:, start + 1 :].clone(), mask[:, start + 1 :]
     losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * asked
     likeliest = logits[..., : tokenizer.vocab_size].argmax(-1)
@@ -108,6 +116,8 @@ def _go_on(
 
 def _fork(cache: KVCache, rows: Tensor, length: int, memory: dict[int, InfiniState]) -> KVCache:
     """The cache as it was after ``length`` tokens, for some rows of the batch."""
+    if isinstance(cache, CertifiedKVCache):
+        return cache.fork(rows, length)
     past = KVCache(context_length=cache.context_length)
     past.length = length
     past.tokens = None if cache.tokens is None else cache.tokens[rows, :length]

@@ -6,9 +6,9 @@ from scaleinv import lazy
 from scaleinv.model.config import PRESETS, GPTConfig, preset
 
 if TYPE_CHECKING:
-    from scaleinv.model.cache import KVCache
+    from scaleinv.model.cache import CertifiedKVCache, KVCache
     from scaleinv.model.gpt import GPT
 
-__getattr__, __dir__ = lazy.attach(__name__, {"GPT": "gpt", "KVCache": "cache"})
+__getattr__, __dir__ = lazy.attach(__name__, {"GPT": "gpt", "CertifiedKVCache": "cache", "KVCache": "cache"})
 
-__all__ = ["GPT", "PRESETS", "GPTConfig", "KVCache", "preset"]
+__all__ = ["GPT", "PRESETS", "CertifiedKVCache", "GPTConfig", "KVCache", "preset"]

@@ -7,6 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from scaleinv.logits import LogitTransform
+from scaleinv.ops.api import attention
+from scaleinv.ops.certified import Certificate, CertifiedCache
+
 
 @dataclasses.dataclass
 class InfiniState:
@@ -65,7 +69,76 @@ class KVCache:
             buffer[:, :, self.length : stop] = new
         return held[0][:, :, :stop], held[1][:, :, :stop]
 
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        logits: LogitTransform,
+        key_mask: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        """Attention of new tokens ``[B, H, n, D]`` to the layer's past and to themselves, which are added to it."""
+        start = self.length
+        key, value = self.extend(layer, key, value)
+        return attention(query, key, value, logits, query_offset=start, key_mask=key_mask, backend=backend)
+
     def remember(self, tokens: Tensor) -> Tensor:
         """Add to the text; returns all of it."""
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], dim=1)
         return self.tokens
+
+
+class CertifiedKVCache(KVCache):
+    """Keys and values of every layer, of which a step reads only those that matter: see `CertifiedCache`.
+
+    Args:
+        tolerance: the share of a query's softmax weight that may be left unread, in every layer and head.
+        context_length: as in `KVCache`.
+    """
+
+    CHUNK = 64
+    """Up to so many new tokens at once are certified; a longer piece, a prompt, gets exact attention."""
+
+    def __init__(self, tolerance: float, context_length: int | None = None) -> None:
+        super().__init__(context_length=context_length)
+        self.tolerance = tolerance
+        self.certified: dict[int, CertifiedCache] = {}
+        self.certificates: dict[int, Certificate] = {}
+        """Of each layer's last step."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.certified.clear()
+        self.certificates.clear()
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        logits: LogitTransform,
+        key_mask: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        held = self.certified.setdefault(layer, CertifiedCache(logits, self.tolerance))
+        held.append(key, value)
+        if query.shape[2] <= self.CHUNK:
+            out, self.certificates[layer] = held.attend(query, key_mask=key_mask)
+            return out
+        if self.length:
+            key, value = (x.to(query.dtype) for x in held.tensors())
+        return attention(query, key, value, logits, query_offset=self.length, key_mask=key_mask, backend=backend)
+
+    def fork(self, rows: Tensor, length: int) -> CertifiedKVCache:
+        """A cache of its own for some rows of the batch and the first ``length`` tokens."""
+        past = CertifiedKVCache(self.tolerance, self.context_length)
+        past.length = length
+        for layer, held in self.certified.items():
+            if length:
+                key, value = held.tensors()
+                past.certified[layer] = CertifiedCache(held.logits, self.tolerance)
+                past.certified[layer].append(key[rows, :, :length], value[rows, :, :length])
+        return past

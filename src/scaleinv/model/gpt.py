@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaleinv.distributed.context import Context
 from scaleinv.methods import Method, trained_as
-from scaleinv.model.cache import KVCache
+from scaleinv.model.cache import CertifiedKVCache, KVCache
 from scaleinv.model.config import GPTConfig
 from scaleinv.model.infini import empty_state, infini_attention
 from scaleinv.ops.api import attention
@@ -154,6 +154,8 @@ class GPT(nn.Module):
             raise ValueError("a cache cannot be used while several ranks share the sequence (model.context)")
         if self.context is not None and self.method.infini:
             raise ValueError("Infini-attention cannot share a sequence over several ranks: its memory is sequential")
+        if isinstance(cache, CertifiedKVCache) and self.method.infini:
+            raise ValueError("Infini-attention keeps no keys of the past to certify: use a KVCache")
         for name, mask in (("document_ids", document_ids), ("key_mask", key_mask)):
             if mask is not None and self.method.infini:
                 raise ValueError(f"{name} cannot be used with Infini-attention: its memory takes in the whole window")
@@ -229,24 +231,12 @@ class Attention(nn.Module):
             )
             if cache is not None:
                 cache.infini[self.layer] = state
+        elif cache is not None:
+            out = cache.attend(self.layer, *rotated, value, self.logits, key_mask, backend)
         elif context is not None:
             out = context.attention(*rotated, value, self.logits, document_ids, key_mask, backend)
         else:
-            query, key = rotated
-            start = 0
-            if cache is not None:
-                start = cache.length
-                key, value = cache.extend(self.layer, key, value)
-            out = attention(
-                query,
-                key,
-                value,
-                self.logits,
-                query_offset=start,
-                document_ids=document_ids,
-                key_mask=key_mask,
-                backend=backend,
-            )
+            out = attention(*rotated, value, self.logits, document_ids=document_ids, key_mask=key_mask, backend=backend)
         return self.project(out.transpose(1, 2).flatten(2))
 
 
