@@ -25,6 +25,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/training.py
 
 lint: $(STAMP)
