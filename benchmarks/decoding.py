@@ -126,9 +126,7 @@ def draw(rows: list[Row], path: Path) -> None:
     styles = {"exact": "#0072B2", "certified": "black", "certified, plain attention": "#D55E00"}
     for contestant, colour in styles.items():
         for scores, line in (("gaussian", "o-"), ("mean -1.5", "s--")):
-            chosen = [
-                r for r in rows if (r["contestant"], r["scores"], r["heads"]) == (contestant, scores, HEADS)
-            ]
+            chosen = [r for r in rows if (r["contestant"], r["scores"], r["heads"]) == (contestant, scores, HEADS)]
             keys = [row["keys"] for row in chosen]
             label = f"{contestant}, {scores}"
             left.plot(keys, [row["speedup"] for row in chosen], line, color=colour, label=label)
