@@ -9,6 +9,7 @@
 - `capture`: the queries and keys that reach attention in a model, ours or Hugging Face's (`capture_hf`)
 - `paired`: differences between methods on the same seeds and windows
 - `model`, `scores`, `calibrate`: where a model's attention goes, whether its scores are Gaussian, and what mends them
+- `sparsity`: how much of its cache each layer and head needs
 """
 
 from scaleinv.analysis.calibrate import Calibration, calibrate
@@ -20,6 +21,7 @@ from scaleinv.analysis.growth import Fit, fit
 from scaleinv.analysis.model import LengthStatistics, ModelStatistics, model_statistics
 from scaleinv.analysis.ranges import Estimate, RangeAccumulator, RangeSums, entropy, estimate, range_sums, recent_share
 from scaleinv.analysis.scores import Scores, ScoreStatistics, score_statistics
+from scaleinv.analysis.sparsity import Sparsity
 from scaleinv.analysis.theory import (
     RangeExpectation,
     expected_range_entropy,
@@ -45,6 +47,7 @@ __all__ = [
     "RangeSums",
     "ScoreStatistics",
     "Scores",
+    "Sparsity",
     "Verdict",
     "calibrate",
     "capture",

@@ -5,6 +5,7 @@ Importing this registers our attention, mask, rotary types and config with trans
     scaleinv.hf.convert(model)              in place; `revert` undoes it
     model.save_pretrained("out")            AutoModelForCausalLM.from_pretrained("out") brings it back
     scaleinv.hf.check(model)                does it hold together?
+    scaleinv.hf.CertifiedCache(1e-3)        a cache for generate that reads only the keys which matter
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from scaleinv.hf import config, gpt, rope
 from scaleinv.hf.attention import attention_forward
+from scaleinv.hf.cache import CertifiedCache
 from scaleinv.hf.check import CheckResult, check
 from scaleinv.hf.convert import conversion, convert, convert_folder, revert
 from scaleinv.hf.gpt import export
@@ -35,6 +37,7 @@ rope.register()
 gpt.register()
 
 __all__ = [
+    "CertifiedCache",
     "CheckResult",
     "Settings",
     "check",

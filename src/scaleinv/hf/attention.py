@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scaleinv.hf.cache import Held, visible_keys
 from scaleinv.hf.mask import MARKED, Regular
 from scaleinv.logits import LogitTransform
 from scaleinv.ops.api import attention
@@ -19,8 +20,8 @@ _UNSUPPORTED = ("position_bias", "attention_bias", "alibi")
 def attention_forward(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Held,
+    value: Tensor | Held,
     attention_mask: Regular | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -35,7 +36,8 @@ def attention_forward(
 
     Args:
         module: the attention layer; its config is a converted one.
-        query, key, value: ``[B, H or KV, N, D]``, with the rotary embedding applied and the cache joined.
+        query, key, value: ``[B, H or KV, N, D]``, with the rotary embedding applied and the cache joined; or a
+            `CertifiedCache` that holds the keys and values.
         attention_mask: what `scaleinv.hf.mask.attention_mask` made.
         scaling: multiplies q·k; None for 1/√D.
         softcap: the score becomes ``softcap · tanh(score / softcap)`` before the transform (Gemma 2).
@@ -52,6 +54,15 @@ def attention_forward(
     logits = transforms[module.layer_idx if len(transforms) > 1 else 0]  # type: ignore[index]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
+    if isinstance(key, Held):
+        if softcap is not None or s_aux is not None or dropout:
+            raise ValueError(
+                f"{type(module).__name__} changes its scores (a soft cap, attention sinks or dropout), which "
+                "scaleinv.hf.CertifiedCache does not support: use transformers.DynamicCache"
+            )
+        out = key.layer.attend(query, logits, scale, visible_keys(attention_mask, key.layer.held.length))
+        return out.transpose(1, 2).contiguous(), None
+    assert isinstance(value, Tensor)
     if isinstance(attention_mask, Regular) and use_cache is False and position_ids is not None:
         attention_mask.split(position_ids.expand(query.shape[0], -1), key.shape[2])
     if isinstance(attention_mask, Regular) and softcap is None and dropout == 0.0:

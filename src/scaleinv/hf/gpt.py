@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from scaleinv.data import BPETokenizer, ByteTokenizer, GPT2Tokenizer, Tokenizer
 from scaleinv.data.tokenizers import END_OF_TEXT, byte_characters
+from scaleinv.hf.cache import CertifiedCache
 from scaleinv.model import GPT, GPTConfig, KVCache
 from scaleinv.train.store import load_model, run_tokenizer
 
@@ -127,6 +128,13 @@ class _Adapter(KVCache):
         super().__init__()
         self.cache = cache
         self.length = int(cache.get_seq_length())
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
+        if not isinstance(self.cache, CertifiedCache) or query.shape[2] > 1:
+            return super().attend(layer, query, key, value, *arguments)
+        logits, key_mask, _ = arguments
+        self.cache.update(key, value, layer)
+        return self.cache.layers[layer].attend(query, logits, query.shape[-1] ** -0.5, key_mask)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.update(key, value, layer)

@@ -15,10 +15,12 @@ from scaleinv.analysis.capture import model_name, training_length, windows_of
 from scaleinv.analysis.figures import Progress
 from scaleinv.analysis.model import ModelStatistics, check_lengths, model_statistics
 from scaleinv.analysis.scores import score_statistics
+from scaleinv.analysis.sparsity import sparsity
 from scaleinv.files import read_object
 from scaleinv.hub import check_source, reason
 from scaleinv.lengths import parse
 from scaleinv.plots import model as plots
+from scaleinv.plots.sparsity import save_sparsity
 from scaleinv.reports.folder import claim, fingerprint
 
 LENGTHS = ("1x", "4x", "16x")
@@ -42,7 +44,8 @@ def model_report(
     """Write numbers (CSV, JSON) and figures (PNG, SVG) to ``out``, and return the paths. Needs matplotlib.
 
     Each part is written as soon as it is done, so an interrupted run leaves what it has: ``scores``, ``qq-rotary``,
-    ``qq-no-rotary`` and ``calibration.json`` come first, then ``attention``, ``figure1-model`` and ``ranges``.
+    ``qq-no-rotary`` and ``calibration.json`` come first, then ``attention``, ``figure1-model`` and ``ranges``, and
+    ``sparsity`` last.
     ``model.json`` says which model they are of: a folder that holds another model's raises ValueError.
 
     Args:
@@ -70,7 +73,8 @@ def model_report(
         statistics = dataclasses.replace(found, lengths=(*before, *found.lengths))
         pictures = [*plots.save_models([statistics], out), *plots.save_ranges(statistics, out)]
         written = [*statistics.save(out), *pictures]  # anew with each length
-    return [*paths, *written]
+    needs = sparsity(model, tokens, wanted, name=name, windows=windows, bos=bos, progress=progress)
+    return [*paths, *written, *needs.save(out), *save_sparsity(needs, out)]
 
 
 def analyze_model(

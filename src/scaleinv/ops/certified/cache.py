@@ -78,17 +78,20 @@ class CertifiedCache:
         self._addresses = native.PageList()
         self._tables: tuple[Tensor, Tensor] | None = None
         self._wait: Tensor | None = None
+        self._form: tuple | None = None
 
-    @torch.no_grad()
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add keys ``[B, KV, n, D]`` and values ``[B, KV, n, Dv]`` behind those held.
 
         bfloat16 and float16 are kept as float32, which holds them exactly. Nothing that is held moves: a full page
         is followed by another.
         """
-        self._check_append(key, value)
-        dtype = torch.promote_types(key.dtype, torch.float32)
-        key, value = key.to(dtype), value.to(dtype)
+        form = (key.shape, value.shape, key.dtype, value.dtype, key.device, value.device)
+        if form != self._form:  # token after token has the same
+            self._check_append(key, value)
+            self._form = form
+        if key.dtype not in (torch.float32, torch.float64):
+            key, value = key.detach().float(), value.detach().float()
         start, stop = self.length, self.length + key.shape[2]
         while len(self.pages) * PAGE < stop:
             self.pages.append(empty_page(key, value))
@@ -101,7 +104,7 @@ class CertifiedCache:
             for n in range(start // PAGE, -(-stop // PAGE)):
                 low, high = max(start, n * PAGE), min(stop, (n + 1) * PAGE)
                 part = slice(low - start, high - start)
-                fill(self.pages[n], low - n * PAGE, key[:, :, part], value[:, :, part])
+                fill(self.pages[n], low - n * PAGE, key.detach()[:, :, part], value.detach()[:, :, part])
         self.length = stop
 
     @torch.no_grad()

@@ -96,6 +96,7 @@ class PageList:
     def __init__(self) -> None:
         self.entries = (_Page * 0)()
         self.count = 0
+        self.append = _Append()
 
     def add(self, page: Page) -> None:
         if self.count == len(self.entries):
@@ -117,19 +118,14 @@ def append(pages: PageList, start: int, key: Tensor, value: Tensor) -> None:
     ValueError where one is not finite; then nothing has changed.
     """
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    batch, heads, count, dim = key.shape
-    call = _Append(
-        batch,
-        heads,
-        dim,
-        value.shape[3],
-        start,
-        count,
-        torch.get_num_threads(),
-        _matrix(key),
-        _matrix(value),
-        pages.address,
-    )
+    call = pages.append
+    if call.count != key.shape[2]:
+        call.batches, call.kv_heads, call.count, call.dim = key.shape
+        call.value_dim, call.threads = value.shape[3], torch.get_num_threads()
+    call.start, call.pages = start, pages.address
+    for matrix, x in ((call.key, key), (call.value, value)):
+        matrix.data = x.data_ptr()
+        matrix.batch, matrix.head, matrix.row, _ = x.stride()
     if _kernel().run("scaleinv_append", call):
         raise ValueError(NOT_FINITE)
 

@@ -1,0 +1,187 @@
+"""Certified decoding in a trained model: what it changes in the loss, what it reads, and how fast a step is.
+
+    python benchmarks/decoding_model.py runs/si --lengths 1x,4x,16x --steps-at 8192,65536
+
+The loss is that of the same held-out windows, read token by token (teacher-forced) with exact and with certified
+attention. Beside its change stands what the certificates allow to first order: the sum over layers, heads and positions
+of an output's certified error times the norm of the loss's gradient there. Writes results/decode/model.json and
+model.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import scaleinv
+from scaleinv.eval.certified import CertifiedReader
+from scaleinv.files import write_json
+from scaleinv.lengths import parse
+from scaleinv.machine import cpu_name
+from scaleinv.model import GPT, CertifiedKVCache
+from scaleinv.train.store import load_model, run_corpus
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--lengths", default="1x,4x,16x")
+    parser.add_argument("--windows", type=int, default=4, help="windows at each length")
+    parser.add_argument("--tolerances", default="0.01,0.001")
+    parser.add_argument("--steps-at", default="8192,65536", help="keys at which a decoding step is timed")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=Path("results/decode"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, config = load_model(options.run)
+    model.eval()
+    data = run_corpus(config).val
+    tolerances = [float(text) for text in options.tolerances.split(",")]
+    losses = []
+    for label, length in parse(options.lengths, config.model.train_length).items():
+        count = min(options.windows, (data.total - 1) // length)
+        tokens = torch.from_numpy(data.read(0, count * length + 1).astype("int64"))
+        inputs, targets = tokens[:-1].view(count, length), tokens[1:].view(count, length)
+        for row in compare(model, inputs, targets, tolerances):
+            losses.append({"length": label, "tokens": length, "windows": count, **row})
+            print(losses[-1], flush=True)
+    steps = []
+    for keys in (int(text) for text in options.steps_at.split(",")):
+        text = torch.from_numpy(data.read(0, keys).astype("int64"))[None]
+        for tolerance in tolerances:
+            steps += step_times(model, text, tolerance)
+    stamp = {"torch": torch.__version__, "cpu": cpu_name(), "threads": options.threads}
+    result = {"method": config.model.method, "train_length": config.model.train_length, **stamp}
+    write_json(options.out / "model.json", {**result, "losses": losses, "steps": steps})
+    draw(losses, steps, options.out / "model.png")
+
+
+def compare(model: GPT, inputs: Tensor, targets: Tensor, tolerances: list[float]) -> list[dict[str, Any]]:
+    """Loss with exact and with certified attention, window by window, and what the certificates allow."""
+    exact, gradients = [], []
+    for x, y in zip(inputs, targets, strict=True):
+        loss, norms = gradient_norms(model, x[None], y[None])
+        exact.append(loss)
+        gradients.append(norms)
+    rows = []
+    for tolerance in tolerances:
+        changes, allowed, reads = [], [], []
+        for x, y, loss, norms in zip(inputs, targets, exact, gradients, strict=True):
+            reader = CertifiedReader(model, tolerance, keep=True)
+            with torch.no_grad():
+                changes.append(float(reader(x[None], y[None]).double().mean()) - loss)
+            errors = reader.certificates
+            allowed.append(sum(float((errors[layer].error * norm).sum()) for layer, norm in norms.items()))
+            reads.append(reader.read)
+        rows.append(
+            {
+                "tolerance": tolerance,
+                "loss": statistics.mean(exact),
+                "change": statistics.mean(changes),
+                "largest_change": max(abs(change) for change in changes),
+                "allowed": statistics.mean(allowed),
+                "read": statistics.mean(reads),
+            }
+        )
+    return rows
+
+
+def gradient_norms(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[float, dict[int, Tensor]]:
+    """The mean loss, and the norm of its gradient at each attention output: ``[1, H, N]`` by layer."""
+    outputs: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Callable:
+        def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
+            outputs[layer] = inputs[0]
+            inputs[0].retain_grad()
+
+        return hook
+
+    handles = [block.attention.project.register_forward_pre_hook(keep(n)) for n, block in enumerate(model.blocks)]
+    model.zero_grad()
+    loss = model(tokens, targets).double().mean()
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    heads = model.config.heads
+    norms = {n: x.grad.double().unflatten(-1, (heads, -1)).norm(dim=-1).transpose(1, 2) for n, x in outputs.items()}
+    model.zero_grad()
+    return float(loss), norms
+
+
+class Recording(CertifiedKVCache):
+    """Remembers the query of the last step of each layer."""
+
+    def attend(self, layer: int, query: Tensor, *arguments: Any) -> Tensor:
+        if not hasattr(self, "queries"):
+            self.queries: dict[int, Tensor] = {}
+        self.queries[layer] = query
+        return super().attend(layer, query, *arguments)
+
+
+@torch.no_grad()
+def step_times(model: GPT, tokens: Tensor, tolerance: float) -> list[dict[str, Any]]:
+    """A decoding step of each layer on the model's own queries, keys and values."""
+    cache = Recording(tolerance)
+    model.hidden(tokens[:, :-1], cache=cache)
+    model.hidden(tokens[:, -1:], cache=cache)
+    rows = []
+    for layer, held in cache.certified.items():
+        query, (key, value) = cache.queries[layer], held.tensors()
+        contestants = {
+            "sdpa": lambda q=query, k=key, v=value: F.scaled_dot_product_attention(q, k, v),
+            "exact": lambda q=query, k=key, v=value, h=held: scaleinv.attention(q, k, v, h.logits),
+            "certified": lambda q=query, h=held: h.attend(q),
+        }
+        times: dict[str, list[float]] = {name: [] for name in contestants}
+        for turn in range(22):
+            for name, run in contestants.items():
+                start = time.perf_counter()
+                run()
+                if turn:
+                    times[name].append((time.perf_counter() - start) * 1e3)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        read = float(held.attend(query)[1].read.mean())
+        rows.append({"keys": tokens.shape[1], "tolerance": tolerance, "layer": layer, "read": read, **medians})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def draw(losses: list[dict[str, Any]], steps: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 3.8), layout="constrained")
+    change, read, speed = figure.subplots(1, 3)
+    for tolerance, colour in zip(sorted({row["tolerance"] for row in losses}), ("black", "#D55E00", "#0072B2")):
+        chosen = [row for row in losses if row["tolerance"] == tolerance]
+        tokens = [row["tokens"] for row in chosen]
+        change.plot(tokens, [row["largest_change"] for row in chosen], "o-", color=colour, label=f"{tolerance:g}")
+        change.plot(tokens, [row["allowed"] for row in chosen], "s:", color=colour, label=f"{tolerance:g}, allowed")
+        read.plot(tokens, [100 * row["read"] for row in chosen], "o-", color=colour, label=f"{tolerance:g}")
+        taken = [row for row in steps if row["tolerance"] == tolerance]
+        keys = sorted({row["keys"] for row in taken})
+        for rival, style in (("sdpa", "o-"), ("exact", "s--")):
+            ratios = [
+                statistics.mean(row[rival] / row["certified"] for row in taken if row["keys"] == count)
+                for count in keys
+            ]
+            speed.plot(keys, ratios, style, color=colour, label=f"{tolerance:g}, over {rival}")
+    change.set(xscale="log", yscale="log", xlabel="tokens", ylabel="nats a token", title="change of the loss")
+    read.set(xscale="log", yscale="log", xlabel="tokens", ylabel="keys read in full (%)", title="all positions")
+    speed.set(xscale="log", xlabel="keys", ylabel="times as fast", title="a decoding step, mean of the layers")
+    speed.axhline(1, color="#999999", linewidth=0.8)
+    for axes in (change, read, speed):
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
