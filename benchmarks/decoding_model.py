@@ -160,7 +160,8 @@ def draw(losses: list[dict[str, Any]], steps: list[dict[str, Any]], path: Path) 
 
     figure = Figure(figsize=(14, 3.8), layout="constrained")
     change, read, speed = figure.subplots(1, 3)
-    for tolerance, colour in zip(sorted({row["tolerance"] for row in losses}), ("black", "#D55E00", "#0072B2")):
+    colours = ("black", "#D55E00", "#0072B2", "#009E73")
+    for tolerance, colour in zip(sorted({row["tolerance"] for row in losses}), colours, strict=False):
         chosen = [row for row in losses if row["tolerance"] == tolerance]
         tokens = [row["tokens"] for row in chosen]
         change.plot(tokens, [row["largest_change"] for row in chosen], "o-", color=colour, label=f"{tolerance:g}")

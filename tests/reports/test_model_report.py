@@ -14,9 +14,10 @@ from scaleinv.reports.model import _open_run, context_lengths
 pytest.importorskip("matplotlib")
 
 TOKENS = torch.randint(50, (600,), generator=torch.Generator().manual_seed(3))
-FIGURES = ("qq-rotary", "qq-no-rotary", "figure1-model", "ranges")
+FIGURES = ("qq-rotary", "qq-no-rotary", "figure1-model", "ranges", "sparsity")
 FILES = {f"{stem}.{kind}" for stem in FIGURES for kind in ("png", "svg")} | {
-    *("scores.csv", "scores.json", "attention.csv", "attention.json", "calibration.json", "model.json")
+    *("scores.csv", "scores.json", "attention.csv", "attention.json", "calibration.json", "model.json"),
+    *("sparsity.csv", "sparsity.json"),
 }
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, " * 12
 
@@ -37,7 +38,7 @@ def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         model_report(make_gpt(), TOKENS, ["2x", 300], tmp_path / "some", progress=stop)
     assert [entry.length for entry in ModelStatistics.load(tmp_path / "some").lengths] == [128]
-    assert {path.name for path in (tmp_path / "some").iterdir()} == FILES
+    assert {path.name for path in (tmp_path / "some").iterdir()} == {x for x in FILES if "sparsity" not in x}
 
 
 def test_mistakes_show_before_the_work(tmp_path: Path) -> None:
