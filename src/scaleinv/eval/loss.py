@@ -156,8 +156,6 @@ def evaluate(
             raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
     named = parse(lengths, config.model.train_length)
     find_device(device)
-    if out is not None:
-        check_writable(out)
     weights = weights_digest(run) if step is None else None
     with world(device, context_parallel) as here:
         for length in named.values():
@@ -167,6 +165,8 @@ def evaluate(
         model, _ = load_model(run, here.device, step)
         model.context = here.context
         count = usable_tokens(data.total, tokens, list(named.values()))
+        if out is not None:
+            check_writable(out)  # makes the folder, so only now that nothing else can be wrong
         results = []
         for method in methods:
             model.use_method(method)
