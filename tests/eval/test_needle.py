@@ -356,6 +356,7 @@ def test_damaged_results_are_made_again_and_damaged_records_named(run, asked, mo
         ask(run, asked)
 
 
+@pytest.mark.slow
 def test_command_line_draws_and_its_folder_can_be_reported(run, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     task = ["--needles", "1", "--digits", "2", "--steps", "2", "--samples", "2", "--lengths", "1x,150"]
