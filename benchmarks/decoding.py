@@ -68,10 +68,9 @@ def inputs(heads: int, keys: int, mean: float) -> tuple[Tensor, Tensor, Tensor]:
 def measure(heads: int, keys: int, scores: str, mean: float, tolerance: float, rounds: int) -> list[Row]:
     """Times of a step of each contestant, and of appending one token."""
     query, key, value = inputs(heads, keys, mean)
-    before = resident()
     cache = scaleinv.CertifiedCache(tolerance=tolerance)
     cache.append(key, value)
-    memory = resident() - before
+    memory = cache.nbytes / 2**20
     plain = scaleinv.CertifiedCache(scaleinv.Plain(), tolerance)
     plain.pages, plain.length, plain._addresses = cache.pages, cache.length, cache._addresses  # the same memory
     room = [scaleinv.CertifiedCache(tolerance=tolerance)]
@@ -109,12 +108,6 @@ def measure(heads: int, keys: int, scores: str, mean: float, tolerance: float, r
         share = f"{row['read']:7.2%} read" if certificate is not None else ""
         print(f"{heads} x {keys:<8} {scores:10} {name:27} {median:9.2f} ms {base / median:6.2f} x {share}", flush=True)
     return rows
-
-
-def resident() -> float:
-    """MiB of memory that this process holds."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
 def draw(rows: list[Row], path: Path) -> None:

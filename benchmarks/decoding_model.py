@@ -54,7 +54,7 @@ def main() -> None:
             losses.append({"length": label, "tokens": length, "windows": count, **row})
             print(losses[-1], flush=True)
     steps = []
-    for keys in (int(text) for text in options.steps_at.split(",")):
+    for keys in (int(text) for text in options.steps_at.split(",") if text):
         text = torch.from_numpy(data.read(0, keys).astype("int64"))[None]
         for tolerance in tolerances:
             steps += step_times(model, text, tolerance)

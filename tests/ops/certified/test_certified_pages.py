@@ -32,6 +32,8 @@ def test_growing_moves_nothing():
     cache.append(torch.randn(1, 2, 5000, 8), torch.randn(1, 2, 5000, 4))
     assert cache.pages[0].key.data_ptr() == address
     assert [x.shape[2] for x in cache.tensors()] == [6000, 6000]
+    a_key = 8 * 4 + 4 * 4 + 8 + 2 * 4  # key, value, copy, step and residual
+    assert cache.nbytes == len(cache.pages) * 2 * (1024 * a_key + 5 * 4)
 
 
 def test_keys_may_lie_anywhere_in_memory():
@@ -115,6 +117,8 @@ def test_errors_name_what_does_not_fit():
             cache.attend(query)
     with pytest.raises(ValueError, match="key_mask must be a bool tensor"):
         cache.attend(torch.randn(1, 2, 1, 8), key_mask=torch.ones(1, 9, dtype=torch.bool))
+    with pytest.raises(TypeError, match="value must be a tensor, got list"):
+        cache.append(torch.randn(1, 2, 1, 8), [1.0])
     with pytest.raises(ValueError, match="of those held"):
         cache.append(torch.randn(1, 2, 1, 6), torch.randn(1, 2, 1, 4))
     with pytest.raises(ValueError, match=r"native.*float64"):

@@ -86,8 +86,10 @@ class CertifiedCache:
         bfloat16 and float16 are kept as float32, which holds them exactly. Nothing that is held moves: a full page
         is followed by another.
         """
-        form = (key.shape, value.shape, key.dtype, value.dtype, key.device, value.device)
-        if form != self._form:  # token after token has the same
+        form = None
+        if isinstance(key, Tensor) and isinstance(value, Tensor):
+            form = (key.shape, value.shape, key.dtype, value.dtype, key.device, value.device)
+        if form is None or form != self._form:  # token after token has the same
             self._check_append(key, value)
             self._form = form
         if key.dtype not in (torch.float32, torch.float64):
@@ -131,6 +133,11 @@ class CertifiedCache:
         if rounded.dtype != out.dtype:
             error = error + (rounded.double() - out.double()).norm(dim=-1)
         return rounded, Certificate(mass, error, read)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages: keys, values, the copy and what goes with it."""
+        return sum(x.nbytes for page in self.pages for x in vars(page).values())
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """All keys ``[B, KV, length, D]`` and values, copied out of the pages."""

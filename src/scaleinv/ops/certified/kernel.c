@@ -137,6 +137,14 @@ static int thread_number(void) {
 #endif
 }
 
+static int team_size(void) {
+#if defined(_OPENMP)
+    return omp_get_num_threads();
+#else
+    return 1;
+#endif
+}
+
 static void *room(int64_t bytes) { return aligned_alloc(64, ROUND_UP(MAX(bytes, 64), 64)); }
 
 /* ---------------------------------------------------------------- appending */
@@ -264,12 +272,13 @@ typedef struct {
 
 typedef struct {
     const Attend *c;
-    int64_t rows, pages, groups, width; /* rows of one key head; pages of the cache; width of a row of upper weights */
+    int64_t rows, pages, width; /* rows of one key head; pages of the cache; width of a row of upper weights */
+    int64_t team;             /* threads that run: maybe fewer than were asked for */
     Row *row;
     Part *part;               /* [rows of all, pages] */
     float *value;             /* [rows of all, pages, value_dim] */
     float *upper;             /* [rows of all, width] */
-    double *bins;             /* [threads, rows of all, 2, BINS]: sums and counts */
+    double *bins;             /* [team, rows of all, 2, BINS]: sums and counts */
     double *queries;          /* room for the rows' queries and their codes */
     int8_t *codes;
 } Step;
@@ -475,11 +484,11 @@ static void choose_threshold(const Step *s, int64_t at, double allowed) {
     double unread = 0, reads = 0;
     for (; bin < BINS; bin++) {
         const double *sums = s->bins + at * 2 * BINS + bin;
-        for (int64_t t = 0; t < c->threads; t++) unread += sums[t * stride];
+        for (int64_t t = 0; t < s->team; t++) unread += sums[t * stride];
         if (unread > allowed) break;
     }
     for (int64_t higher = MAX(bin, 1); higher < BINS; higher++)
-        for (int64_t t = 0; t < c->threads; t++) reads += s->bins[t * stride + at * 2 * BINS + BINS + higher];
+        for (int64_t t = 0; t < s->team; t++) reads += s->bins[t * stride + at * 2 * BINS + BINS + higher];
     r->threshold = bin < BINS ? weight_of(bin) : 2;
     if (bin == 0 || reads > DENSE * (r->high - r->low)) r->whole = 1;
 }
@@ -743,6 +752,8 @@ int scaleinv_attend(const Attend *c) {
             failed = 1;
         }
 #pragma omp barrier
+#pragma omp single
+        s.team = team_size();
         if (!failed) run(&s, scratch, sum, thread_number(), &pending);
         free(scratch), free(sum);
     }
