@@ -114,7 +114,7 @@ def gradient_norms(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[float, 
     heads = model.config.heads
     norms = {n: x.grad.double().unflatten(-1, (heads, -1)).norm(dim=-1).transpose(1, 2) for n, x in outputs.items()}
     model.zero_grad()
-    return float(loss), norms
+    return float(loss.detach()), norms
 
 
 class Recording(CertifiedKVCache):

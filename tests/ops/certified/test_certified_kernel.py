@@ -7,7 +7,7 @@ import pytest
 import torch
 from caches import assert_certified, certified, make_case
 
-from scaleinv.ops import native as attention_kernel
+from scaleinv.ops.build import FLAGS, build
 from scaleinv.ops.certified import native, pages
 from scaleinv.ops.certified.cache import CertifiedCache
 
@@ -47,7 +47,7 @@ def test_kernel_and_twin_fill_the_same_pages(dim):
 
 @pytest.mark.parametrize("flags", [("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-avx")], ids=("avx2", "plain"))
 def test_forms_for_other_cpus(flags, monkeypatch):
-    kernel = attention_kernel.build(native.SOURCE, native.Kernel, (*attention_kernel.FLAGS, *flags))
+    kernel = build(native.SOURCE, native.Kernel, (*FLAGS, *flags))
     if isinstance(kernel, str):
         pytest.skip(kernel)
     case = make_case(0, heads=4, kv_heads=2, keys=5000, dim=36, queries=2)
