@@ -21,8 +21,8 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 def blocks(page: Path, language: str) -> list[tuple[bool, str]]:
     """The fenced blocks of a language, each with whether it can run here."""
-    found = re.findall(rf"(<!-- not run: .+? -->\n)?```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    return [(not note, text) for note, text in found]
+    fence = re.compile(r"^(<!-- not run: .+? -->\n)?```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+    return [(not note, text) for note, kind, text in fence.findall(page.read_text()) if kind == language]
 
 
 def commands(page: Path) -> Iterator[list[str]]:

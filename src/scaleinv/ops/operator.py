@@ -154,6 +154,8 @@ class _Flat(NamedTuple):
 
     @classmethod
     def of(cls, call: DiagonalCall) -> _Flat:
+        if call.query_ids is not None:
+            raise ValueError("query_ids is for block_forward and block_backward: the operators take whole sequences")
         where = call.geometry
         return cls(
             call.query,
