@@ -57,7 +57,8 @@ def hub(monkeypatch):
 def test_python_runs(page, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokens = torch.randint(64, (8192,), generator=torch.Generator().manual_seed(0))
-    names = {"model": hub("any").eval(), "tokens": tokens, "torch": torch}
+    query, key, value = torch.randn(3, 1, 2, 64, 32, generator=torch.Generator().manual_seed(1))
+    names = {"model": hub("any").eval(), "tokens": tokens, "torch": torch, "query": query, "key": key, "value": value}
     exec("import scaleinv, scaleinv.hf", names)
     for runs, text in blocks(page, "python"):
         code = compile(text, str(page), "exec")
