@@ -3,20 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+DEV := $(VENV)/.dev
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup test demo bench lint format clean
-setup: $(STAMP)
+setup: $(DEV)
 
 # torch first and pinned: without the pin, pip would fetch several GB of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(INSTALL) --upgrade pip setuptools
+	$(INSTALL) --constraint constraints.txt torch
+	$(INSTALL) --constraint constraints.txt --editable ".[all,gpt2-offline]"
 	touch $(STAMP)
 
+# What only tests and linters need.
+$(DEV): $(STAMP)
+	$(INSTALL) --constraint constraints.txt --editable ".[dev]"
+	touch $(DEV)
+
 # One worker a core, each on one thread.
-test: $(STAMP)
+test: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 demo: $(STAMP)
@@ -28,12 +35,12 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/training.py
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -3,6 +3,8 @@
 import functools
 import os
 
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its kernels then run on CPU, slowly
+
 import hypothesis
 import pytest
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import rounded
 import torch
 from torch import Tensor, nn
 
@@ -139,11 +140,21 @@ def run(case: Case, backend: str, compute: torch.dtype, given: torch.dtype | Non
     for x in leaves.values():
         x.requires_grad_()
     logits = case.logits().to(torch.promote_types(compute, torch.float32))
-    out, lse = scaleinv.attention(query, key, value, logits, backend=backend, return_lse=True, **case.options())
+    if backend == "rounded":
+        out, lse = rounded.run(checked(query, key, value, logits, return_lse=True, **case.options()))
+    else:
+        out, lse = scaleinv.attention(query, key, value, logits, backend=backend, return_lse=True, **case.options())
     seen = lse.masked_fill(lse == -torch.inf, 0)
     ((out * weights).sum() + (seen * lse_weights).sum()).backward()
     grads = {f"grad {name}": x.grad for name, x in (leaves | dict(logits.named_parameters())).items()}
     return {"output": out.detach(), "logsumexp": lse.detach()} | grads
+
+
+def check(case: Case, backend: str, dtype: torch.dtype) -> None:
+    """The backend is as accurate as the reference, which on a GPU rounds the weights for the tensor cores."""
+    exact = run(case, "reference", torch.float64, given=dtype)
+    twin = "rounded" if backend == "triton" and dtype != torch.float32 else "reference"
+    assert_as_accurate(run(case, backend, dtype), run(case, twin, dtype), exact)
 
 
 def assert_equal_to_rounding(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
@@ -173,6 +184,8 @@ def assert_as_accurate(
         error, size = _gap(value, exact[name])
         allowed, _ = _gap(same_precision[name], exact[name])
         floor = 16 * torch.finfo(torch.float32).eps * (1 + size) * (1 if name in single else max(rows, 1) ** 0.5)
+        if value.dtype.itemsize == 2:  # whatever comes out in half precision is rounded once, up to half an ulp
+            floor += torch.finfo(value.dtype).eps / 2 * size
         assert error <= factor * allowed + floor, f"{name}: off by {error:.3g} of {size:.3g}, reference {allowed:.3g}"
 
 

@@ -10,8 +10,8 @@ from attention_cases import (
     NATIVE,
     TRANSFORMS,
     Case,
-    assert_as_accurate,
     assert_equal_to_rounding,
+    check,
     run,
 )
 from hypothesis import strategies as st
@@ -78,11 +78,6 @@ class TestAgainstReference:
 @pytest.mark.parametrize("backend", FAST)
 def test_half_precision(case, backend, dtype):
     check(case, backend, dtype)
-
-
-def check(case, backend, dtype):
-    exact = run(case, "reference", torch.float64, given=dtype)
-    assert_as_accurate(run(case, backend, dtype), run(case, "reference", dtype), exact)
 
 
 @st.composite

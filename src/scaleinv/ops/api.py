@@ -76,9 +76,10 @@ def attention(
         query_offset: query i stands at ``query_offset + i``, key j at j; None for ``Nk - Nq``, which is right for
             decoding and chunked prefill with a cache that holds just the past.
         scale: multiplies ``q·k``; None for ``1/√D``.
-        backend: "reference", "blocked" (CPU's own), "flex" (CUDA's own) or "auto". "blocked-native" and
+        backend: "reference", "blocked" (CPU's own), "triton" and "flex" (CUDA's own) or "auto". "blocked-native" and
             "blocked-torch" name the two forms of the blocked algorithm. A backend that is asked for by name and cannot
-            serve the call raises; it never gives way to another.
+            serve the call raises; it never gives way to another. On CUDA "auto" takes "triton" once it has agreed with
+            the reference on this GPU, else "flex".
         return_lse: also return ``log Σ exp(L)``, ``[B, H, Nq]`` in float32 (float64 for float64).
 
     Returns:
@@ -120,7 +121,7 @@ def which_backend(
     return_lse: bool = False,
     detail: bool = False,
 ) -> str:
-    """The backend that `attention` runs for the same call: "reference", "blocked" or "flex"; raises where it would.
+    """The backend that `attention` runs for the same call: "triton", "flex", "blocked" …; raises where it would.
 
     ``detail=True`` tells the blocked algorithm's two forms apart: "blocked-native" (the C kernel), "blocked-torch".
     """

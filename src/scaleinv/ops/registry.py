@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from scaleinv.ops import blocked, flex, native, reference
+from scaleinv.ops import agreement, blocked, flex, native, reference, triton
 from scaleinv.ops.call import Call
 
 
@@ -37,6 +37,8 @@ class Backend:
     """A name for several backends: asking for it takes the first of them that can serve the call."""
     auto_on: tuple[str, ...] | None = None
     """Types of device on which `auto` may take it; None for all."""
+    proven: bool = False
+    """Whether `auto` takes it only after it has agreed with the reference on this machine."""
 
     def answers_to(self, name: str, device: str) -> bool:
         """Whether a request for ``name`` on that type of device may be served by this backend."""
@@ -46,6 +48,7 @@ class Backend:
 
 
 BACKENDS = (
+    Backend("triton", triton, auto_on=("cuda",), proven=True),
     Backend("flex", flex, auto_on=("cuda",)),
     Backend("blocked-native", native, family="blocked"),
     Backend("blocked-torch", blocked, family="blocked"),
@@ -73,6 +76,8 @@ def choose(name: str, call: Call, among: Container[str] | None = None) -> Backen
                 obstacles.append(f"{backend.name} cannot take part of a sequence")
                 continue
             obstacle = backend.module.obstacle(call)
+            if obstacle is None and name == "auto" and backend.proven:
+                obstacle = agreement.doubt(backend.module, call)
             if obstacle is None:
                 return backend
             obstacles.append(obstacle)

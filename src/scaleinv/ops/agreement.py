@@ -1,0 +1,184 @@
+"""Is a backend right on this machine? Small calls against the reference, gradients included; answers are remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scaleinv import files
+from scaleinv.logits import LogitTransform, ScaleInvariant
+from scaleinv.machine import cache_folder
+from scaleinv.ops import reference
+from scaleinv.ops.call import Call, checked
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A small call: one sequence, two query heads on one key head."""
+
+    name: str
+    queries: int
+    keys: int
+    window: int | None = None
+    packed: bool = False
+    learnable: bool = False
+
+    def call(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Call, list[Tensor]]:
+        """The call and the leaves that get gradients; its inputs are rounded to float16 first in every dtype."""
+        random = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=random).half().to(device, dtype).requires_grad_()
+
+        query, key, value = (
+            normal(1, 2, self.queries, head_dim),
+            normal(1, 1, self.keys, head_dim),
+            normal(1, 1, self.keys, head_dim),
+        )
+        logits: LogitTransform = ScaleInvariant(heads=2, learnable=self.learnable).to(device)
+        positions = torch.arange(self.keys, device=device)[None]
+        call = checked(
+            query,
+            key,
+            value,
+            logits,
+            causal=True,
+            window=self.window,
+            document_ids=positions // 90 if self.packed else None,
+            key_mask=positions % 7 > 0 if self.packed else None,
+            query_offset=None,
+            scale=None,
+            return_lse=True,
+        )
+        return call, [query, key, value, *logits.parameters()]
+
+
+SAMPLES = (
+    Sample("self-attention", 150, 150),
+    Sample("packed documents, a window and learned lengthscales", 131, 203, window=77, packed=True, learnable=True),
+    Sample("decoding", 3, 700),
+)
+
+
+def doubt(module: Any, call: Call) -> str | None:
+    """Why not to trust a backend with such calls; None if it agrees with the reference. Warns once if it does not."""
+    return _doubt(module.__name__, call.device, call.query.dtype, max(call.query.shape[3], call.value.shape[3]))
+
+
+@torch.compiler.assume_constant_result
+def _doubt(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return f"{name} cannot be checked while a CUDA graph is captured"
+    return _remembered(name, device, dtype, head_dim)
+
+
+@functools.cache
+def _remembered(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    module = sys.modules[name]
+    identity = {"backend": name, **machine(module, device), "dtype": str(dtype), "head dim": head_dim}
+    found = _read_or_find(identity, lambda: differs(module, device, dtype, head_dim))
+    if found is not None:
+        warnings.warn(f"{name} is wrong on this machine, another backend is used: {found}", stacklevel=2)
+    return found
+
+
+def _read_or_find(identity: dict, find: Callable[[], str | None]) -> str | None:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+    try:
+        path = cache_folder() / "agreement" / f"{digest}.json"
+        return files.read_object(path)["differs"]
+    except (OSError, RuntimeError, KeyError, files.UnreadableFile):  # RuntimeError: the user has no home
+        logger.info("checking %s on this machine (once, about a minute)", identity["backend"])
+    found = find()
+    with contextlib.suppress(OSError, RuntimeError):
+        files.write_json(cache_folder() / "agreement" / f"{digest}.json", identity | {"differs": found})
+    return found
+
+
+def machine(module: Any, device: torch.device) -> dict[str, str]:
+    """What an answer depends on: GPU, driver, torch, triton and the backend's source."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "gpu": gpu,
+        "driver": driver.read_text().partition("\n")[0] if driver.exists() else "none",
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": metadata.version("triton") if importlib.util.find_spec("triton") else "none",
+        "source": _source(module),
+    }
+
+
+def _source(module: Any) -> str:
+    """A digest of a backend's files."""
+    path = Path(module.__file__)
+    digest = hashlib.sha256()
+    for file in sorted(path.parent.glob("*.py")) if path.stem == "__init__" else [path]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def differs(module: Any, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """What differs from the reference in the samples, in words; None if nothing does."""
+    with torch.inference_mode(False), torch.enable_grad():
+        for sample in SAMPLES:
+            try:
+                found = _first_difference(module, sample, device, dtype, head_dim)
+            except Exception as error:  # a compiler or a driver that fails is an answer too
+                found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if found is not None:
+                return f"{sample.name}, {dtype}, head dim {head_dim}: {found}"
+    return None
+
+
+def _first_difference(
+    module: Any, sample: Sample, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    got = results(module, *sample.call(device, dtype, head_dim))
+    same = results(reference, *sample.call(device, dtype, head_dim))
+    exact = results(reference, *sample.call(device, torch.float64, head_dim))
+    for name, want in exact.items():
+        error, limit = errors(got[name], same[name], want, dtype)
+        if not error <= limit:  # NaN is not
+            return f"{name} off by {error:.2g}, {limit:.2g} allowed"
+    return None
+
+
+def results(module: Any, call: Call, leaves: list[Tensor]) -> dict[str, Tensor]:
+    """Output, logsumexp and gradients of a call on a backend's module."""
+    out, lse = module.run(call)
+    loss = out.to(lse.dtype).square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+    grads = torch.autograd.grad(loss, leaves)
+    names = ("query", "key", "value", "lengthscale")
+    return {"output": out, "logsumexp": lse, **{f"gradient of {n}": g for n, g in zip(names, grads, strict=False)}}
+
+
+def errors(got: Tensor, same: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """The largest error, and what is allowed: a few times that of the reference in the same precision.
+
+    In half precision the tensor cores round the weights too: a rounding of the largest value is allowed for them.
+    """
+    exact = exact.double()
+    finite = exact.isfinite()
+    if not torch.equal(got.double()[~finite], exact[~finite]):
+        return float("inf"), 0.0
+    gaps = [(x.double() - exact)[finite].abs().max().item() for x in (got, same)]
+    size = 1 + exact[finite].abs().max().item()
+    half = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+    return gaps[0], 4 * gaps[1] + size * (half + 32 * torch.finfo(torch.float32).eps)

@@ -1,0 +1,201 @@
+"""Compiling the kernels for GPUs that are not here: registers, spills, shared memory and the main loop's instructions.
+
+`compiled` needs neither a GPU nor a driver: Triton's wheel brings NVIDIA's assembler and disassembler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from scaleinv import files
+from scaleinv.machine import cache_folder
+from scaleinv.ops.triton import configs
+from scaleinv.ops.triton.backward import key_value_kernel, query_kernel
+from scaleinv.ops.triton.decode import decode_kernel
+from scaleinv.ops.triton.forward import forward_kernel
+from scaleinv.ops.triton.table_gradients import table_kernel
+from scaleinv.ops.triton.tables import PAD
+
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
+"""Bytes of shared memory that one program may have."""
+
+FUNCTIONS: dict[str, Any] = {
+    "forward": forward_kernel,
+    "keys-values": key_value_kernel,
+    "queries": query_kernel,
+    "tables": table_kernel,
+    "decode": decode_kernel,
+}
+_WIDE = ("query", "key", "value", "grad_out", "out", "grad_key", "grad_value", "grad_query")
+_FLOATS = ("lse", "lse2", "delta", "sums", "part_out", "part_lse", "gain", "shift")
+_ABSENT: tuple[str, ...] = (
+    "query_gain",
+    "query_segment",
+    "key_segment",
+    "first_key",
+    "last_key",
+    "first_query",
+    "last_query",
+)
+_ABSENT += ("grad_query_gain",)
+_STRIDES: tuple[str, ...] = tuple(f"{x}_{y}" for x in "qkvg" for y in ("batch", "head", "row"))
+_STRIDES += ("table_stride", "gain_stride", "shift_stride")
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What one configuration compiled to."""
+
+    kernel: str
+    target: str
+    head_dim: int
+    item_bytes: int
+    plain: bool  # without the table: ordinary causal attention
+    config: configs.Config
+    registers: int
+    spilled: int  # bytes stored to local memory, for each thread
+    shared: int  # bytes
+    loop: dict[str, int]  # instructions of the main loop, for each warp and tile
+
+    @property
+    def tensor_cores(self) -> int:
+        """Tensor-core instructions in the main loop."""
+        return sum(count for name, count in self.loop.items() if name in ("HMMA", "HGMMA", "QGMMA", "UTCHMMA", "OMMA"))
+
+
+def compiled(
+    kernel: str, target: str, head_dim: int, item_bytes: int = 2, plain: bool = False, config: Any = None
+) -> Build:
+    """Compiles one configuration for causal self-attention, or finds it in the cache folder."""
+    config = config or configs.choose(kernel, target, head_dim, item_bytes)
+    wanted = (kernel, target, head_dim, item_bytes, plain, dataclasses.astuple(config))
+    name = hashlib.sha256(f"{sources()} {triton.__version__} {wanted}".encode()).hexdigest()[:24]
+    path = _folder() / f"{name}.json"
+    if path.exists():
+        with contextlib.suppress(files.UnreadableFile, TypeError, KeyError):
+            found = files.read_object(path)
+            return Build(**(found | {"config": configs.Config(**found["config"])}))
+    build = _compile(kernel, target, head_dim, item_bytes, plain, config)
+    files.write_json(path, dataclasses.asdict(build))
+    return build
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of the kernels' source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.stem in ("aot", "backward", "decode", "forward", "table_gradients", "tables", "tiles"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _folder() -> Path:
+    try:
+        folder = cache_folder() / "aot"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        folder = Path(tempfile.mkdtemp(prefix="scaleinv-"))
+    return folder
+
+
+def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, plain: bool, config: configs.Config) -> Build:
+    function = FUNCTIONS[kernel]
+    element = "bf16" if item_bytes == 2 else "fp32"
+    constants: dict[str, Any] = {
+        "GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": head_dim, "BLOCK_DV": head_dim, "TABLE": not plain,
+        "SEGMENTS": 0, "QUERY_GAIN": False, "WHOLE": False, "TAIL": plain, "GATHER": "ptx",
+        "PRECISION": "tf32x3" if item_bytes == 4 else "ieee", "PAD": PAD, "SIZE": config.block_m,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+    }  # fmt: skip
+    absent = {*_ABSENT, *(("table", "gain", "shift") if plain else ())}
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants or name in absent:
+            signature[name], constexprs[name] = "constexpr", constants.get(name)
+            continue
+        kind = "i32"
+        if name in _WIDE:
+            kind = f"*{element}"
+        elif name in _FLOATS:
+            kind = "*fp32"
+        elif name == "table":
+            kind = "*i64"
+        elif name in _STRIDES:
+            kind = "i64"
+        elif name in ("factor", "unit"):
+            kind = "fp32"
+        signature[name] = kind
+        if kind.startswith(("*", "i64")) or name in ("queries", "keys", "chunk", "low", "high"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constexprs, attributes)
+    gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    log = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        made = triton.compile(source, gpu, {"num_warps": config.warps, "num_stages": config.stages})
+    text = log.getvalue()
+    return Build(
+        kernel, target, head_dim, item_bytes, plain, config,
+        registers=int(re.findall(r"Used (\d+) registers", text)[-1]),
+        spilled=int(re.findall(r"(\d+) bytes spill stores", text)[-1]),
+        shared=made.metadata.shared,
+        loop=dict(main_loop(disassembled(made.asm["cubin"]))),
+    )  # fmt: skip
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine code as text."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main_loop(code: str) -> Counter[str]:
+    """Instructions of the innermost loop that has the most tensor-core instructions, by name without modifiers."""
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in code.splitlines():
+        label = re.match(r"^(\.L_x_\d+):", line.strip())
+        if label:
+            labels[label[1]] = len(names)
+            continue
+        found = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_.]+)?)(.*)", line)
+        if not found:
+            continue
+        names.append(found[1])
+        jump = re.search(r"`\((\.L_x_\d+)\)", found[2])
+        if found[1].startswith("BRA") and jump and jump[1] in labels:
+            loops.append((labels[jump[1]], len(names)))
+    bodies = [Counter(_short(name) for name in names[start:stop]) for start, stop in loops]
+    tensor = [sum(n for name, n in body.items() if "MMA" in name) for body in bodies]
+    with_tensor = [body for body, count in zip(bodies, tensor, strict=True) if count]
+    return min(with_tensor, key=lambda body: sum(body.values()), default=Counter())
+
+
+def _short(name: str) -> str:
+    first, *rest = name.split(".")
+    if first == "MUFU" and rest:
+        return f"MUFU.{rest[0]}"
+    if first in ("LDG", "LDS", "STS") and any(x in ("64", "128") for x in rest):
+        return f"{first}.{next(x for x in rest if x in ('64', '128'))}"
+    return first
