@@ -38,17 +38,17 @@ def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file must be a model's folder, got a file"):
         hub.check_source(tmp_path / "file")
-    with pytest.raises(ValueError, match="nothing' is no folder, and no id of a model"):
+    with pytest.raises(ValueError, match="nothing' is neither a folder nor the id of a model"):
         hub.check_source(tmp_path / "nothing")
 
 
 def test_without_a_network_both_possibilities_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, OSError("Name or service not known\nsecond line"))
-    expected = r"nope is no folder, and the Hugging Face hub cannot be reached \(Name or service not known\)$"
+    expected = r"nope is not a folder, and the Hugging Face hub cannot be reached \(Name or service not known\)$"
     with pytest.raises(ValueError, match=expected):
         hub.check_source("nope")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="nope is no folder, and the Hugging Face hub is not asked"):
+    with pytest.raises(ValueError, match="nope is not a folder, and the Hugging Face hub is not asked"):
         hub.check_source("nope")
 
 
@@ -56,7 +56,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     done = threading.Event()
     answer(monkeypatch, done.wait)
     monkeypatch.setattr(hub, "ANSWER", 0.01)
-    with pytest.raises(ValueError, match="nope is no folder, and the Hugging Face hub cannot be reached"):
+    with pytest.raises(ValueError, match="nope is not a folder, and the Hugging Face hub cannot be reached"):
         hub.check_source("nope")
     done.set()
 
@@ -65,5 +65,5 @@ def test_a_model_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> 
     error = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
     error.response = SimpleNamespace(status_code=404)
     answer(monkeypatch, error)
-    with pytest.raises(ValueError, match="nope is no folder, and the Hugging Face hub has no public model"):
+    with pytest.raises(ValueError, match="nope is not a folder, and the Hugging Face hub has no public model"):
         hub.check_source("nope")

@@ -20,7 +20,7 @@ def test_less_than_a_token_is_refused():
 
 
 def test_multiples_need_a_training_length():
-    with pytest.raises(ValueError, match="'4x' is a multiple of a training length that is not known"):
+    with pytest.raises(ValueError, match="'4x' is a multiple of the training length, which is unknown"):
         lengths.parse("4x", None)
     assert lengths.parse("400", None) == {"400": 400}
     with pytest.raises(ValueError, match="'2048' is in tokens"):

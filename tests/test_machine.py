@@ -41,12 +41,12 @@ def test_cpu_name(lines, monkeypatch):
 def test_devices_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("auto") == find_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="device cuda is not here: torch finds no CUDA devices"):
+    with pytest.raises(ValueError, match="device cuda is not available: torch finds no CUDA devices"):
         find_device("cuda")
     with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:N, got 'gpu'"):
         find_device("gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(find_device(name)) for name in ("auto", "cuda:1", "cpu")] == ["cuda", "cuda:1", "cpu"]
-    with pytest.raises(ValueError, match="device cuda:2 is not here: torch finds 2 CUDA devices"):
+    with pytest.raises(ValueError, match="device cuda:2 is not available: torch finds 2 CUDA devices"):
         find_device("cuda:2")

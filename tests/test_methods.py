@@ -1,4 +1,4 @@
-"""The rows of the paper by name."""
+"""The methods by name."""
 
 import dataclasses
 

@@ -35,7 +35,7 @@ LOCK = ".lock"
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary path to write to: it takes the place of ``path`` when the body ends, and vanishes if it fails.
+    """A temporary path to write to: it replaces ``path`` when the body ends, and is deleted if the body fails.
 
     The temporary name ends like ``path``, for libraries that go by the suffix. Missing folders are made.
     """
@@ -47,7 +47,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # a full disk names no file, and the temporary one tells nothing
+    except OSError as error:  # on a full disk the error names no file, and the temporary name would tell nothing
         if error.errno is None or error.filename not in (None, str(temporary), temporary):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -56,7 +56,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Delete what a killed program left of `replacing` in a folder. Only its one writer may call this: see `locked`."""
+    """Delete temporary files that a killed program left in a folder. Only its writer may call this: see `locked`."""
     for path in Path(folder).iterdir():
         if re.fullmatch(r"\.[0-9a-f]{32}\..+", path.name):
             path.unlink(missing_ok=True)
@@ -70,8 +70,8 @@ class FolderInUse(RuntimeError):
 def locked(folder: str | Path) -> Iterator[None]:
     """Hold a folder as its only writer; FolderInUse if another process, or another part of this one, holds it.
 
-    The lock ends with its process, however that ends. It reaches over a network folder as far as the file system
-    carries `flock` (NFS does). Where the system has no such locks, a warning says so and the body runs without one.
+    The lock ends with its process, however that ends. It also holds over a network if the file system supports `flock`
+    there (NFS does). Where the system has no such locks, a warning says so and the body runs without one.
     """
     folder = Path(folder)
     path = folder / LOCK
@@ -80,7 +80,7 @@ def locked(folder: str | Path) -> Iterator[None]:
         while _take(file, folder) and not _is_still(file, path):  # the writer before us removed it after we opened it
             file = stack.enter_context(path.open("a+"))
         stack.callback(path.unlink, missing_ok=True)  # runs before the files are closed
-        with contextlib.suppress(OSError):  # a full disk: the note is missing, the lock holds
+        with contextlib.suppress(OSError):  # on a full disk the note is missing, but the lock holds
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
@@ -125,7 +125,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """`write_atomically` for a JSON document. Infinities and NaN become null, for JSON has neither."""
+    """`write_atomically` for a JSON document. Infinities and NaN become null, because JSON has neither."""
     write_text(path, json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -153,8 +153,8 @@ def write_data(folder: str | Path, name: str, rows: Iterable[Mapping[str, Any]],
 def read_json(path: str | Path, advice: str = "") -> Any:
     """The content of a JSON file.
 
-    Raises ValueError that names the file where it is missing, unreadable or damaged, with ``advice`` behind it: what
-    the user can do ("`scaleinv compare` writes it").
+    If the file is missing, unreadable or damaged, raises ValueError that names it and ends with ``advice``: what the
+    user can do ("`scaleinv compare` writes it").
     """
     try:
         return json.loads(_text(path, advice))
@@ -175,7 +175,7 @@ def read_object(path: str | Path, advice: str = "") -> dict[str, Any]:
 def read_lines(path: str | Path, advice: str = "") -> list[dict[str, Any]]:
     """The objects of a JSON Lines file, one for each line.
 
-    A last line that a killed program left half written (it has no newline) is left out. Any other damaged line raises
+    A last line without a newline, which a killed program left half written, is skipped. Any other damaged line raises
     ValueError that names the file and the line.
     """
     *lines, unfinished = _text(path, advice).split("\n")

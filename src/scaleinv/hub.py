@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 ANSWER = 2.0
-"""Seconds that the hub has to answer."""
+"""Seconds within which the hub must answer."""
 
 
 def check_source(source: str | os.PathLike[str]) -> None:
@@ -28,10 +28,10 @@ def check_source(source: str | os.PathLike[str]) -> None:
     try:
         cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except HFValidationError as error:
-        raise ValueError(f"{name!r} is no folder, and no id of a model on the Hugging Face hub") from error
+        raise ValueError(f"{name!r} is neither a folder nor the id of a model on the Hugging Face hub") from error
     problem = None if cached else _problem(name)
     if problem is not None:
-        raise ValueError(f"{name} is no folder, and the Hugging Face hub {problem}")
+        raise ValueError(f"{name} is not a folder, and the Hugging Face hub {problem}")
 
 
 def reason(error: BaseException) -> str:
@@ -40,7 +40,7 @@ def reason(error: BaseException) -> str:
 
 
 def _problem(name: str) -> str | None:
-    """Why the model cannot be had from the hub; None where it can."""
+    """Why the hub does not give us the model; None if it does."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -58,7 +58,7 @@ def _problem(name: str) -> str | None:
         except Exception as error:
             answers.append(f"cannot be reached ({reason(error)})")
 
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a host's name knows no time limit
+    thread = threading.Thread(target=ask, daemon=True)  # looking up a host's name has no time limit
     thread.start()
     thread.join(ANSWER)
     return answers[-1]

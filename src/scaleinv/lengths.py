@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 def parse(lengths: str | Sequence[str | int], train_length: int | None) -> dict[str, int]:
     """Lengths in tokens by their labels, in the order given; ``"1x,4x"`` or ``["1x", 2048]``.
 
-    Raises ValueError where a length does not read like ``4x``, ``0.5x`` or ``2048``, is under one token, or is a
-    multiple of a training length that is not known (None).
+    Raises ValueError if a length does not read like ``4x``, ``0.5x`` or ``2048``, is less than one token, or is a
+    multiple while the training length is unknown (None).
 
     >>> parse("0.5x, 4x, 100", 512)
     {'0.5x': 256, '4x': 2048, '100': 100}
@@ -21,7 +21,7 @@ def parse(lengths: str | Sequence[str | int], train_length: int | None) -> dict[
         label = word.strip().lower()
         number, is_multiple = _number(label)
         if is_multiple and train_length is None:
-            raise ValueError(f"lengths: {label!r} is a multiple of a training length that is not known; use tokens")
+            raise ValueError(f"lengths: {label!r} is a multiple of the training length, which is unknown; use tokens")
         tokens = round(number * train_length) if is_multiple and train_length is not None else round(number)
         if tokens < 1:
             raise ValueError(f"lengths must be at least one token, got {label!r}")
@@ -54,7 +54,7 @@ def label(key: str, train_length: int | None = None) -> str:
 
 
 def tokens_label(tokens: float) -> str:
-    """A count of tokens in short.
+    """A count of tokens, abbreviated.
 
     >>> tokens_label(512), tokens_label(4096), tokens_label(1 << 20)
     ('512', '4k', '1M')

@@ -27,14 +27,14 @@ class LogitTransform(nn.Module):
     """Number of query heads this transform is made for; None where all heads share it."""
 
     counts: Literal["visible", "context"] | None = None
-    """Which keys `query_gain` counts: those that the query sees, or the context's; None where c = 1."""
+    """Which keys `query_gain` counts: those that the query sees, or all in the context; None where c = 1."""
 
     def tables(self, length: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gain a and shift m at distances 0 … length-1, each ``[heads or 1, length]``."""
         raise NotImplementedError
 
     def table_range(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`tables` at distances start … stop-1. Override it where that is cheaper than the whole table."""
+        """`tables` at distances start … stop-1. Override it if that is cheaper than the whole table."""
         gain, shift = self.tables(stop, dtype=dtype, device=device)
         return gain[:, start:], shift[:, start:]
 
@@ -56,9 +56,9 @@ class LogitTransform(nn.Module):
 
 
 class _FixedTables(LogitTransform):
-    """Tables without parameters: computed once for each device and dtype, and grown in powers of two.
+    """Tables without parameters: computed once per device and dtype, and grown in powers of two.
 
-    Distances beyond `KEPT` are computed anew for each call.
+    Distances beyond `KEPT` are recomputed for each call.
     """
 
     KEPT = 1 << 20

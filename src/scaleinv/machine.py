@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def cpu_name() -> str:
-    """The CPU's model name, or what comes nearest to it."""
+    """The CPU's model name, or the closest thing to it that the system reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -23,15 +23,15 @@ def cpu_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Where the package keeps what it can make again: ``$XDG_CACHE_HOME/scaleinv``, else ``~/.cache/scaleinv``.
+    """The folder for what can be made again: ``$XDG_CACHE_HOME/scaleinv``, else ``~/.cache/scaleinv``.
 
-    RuntimeError where the user has no home.
+    Raises RuntimeError if the user has no home folder.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleinv"
 
 
 def find_device(name: str) -> torch.device:
-    """The device that a name stands for, a GPU where there is one for "auto"; ValueError where it is not to be had."""
+    """The device that a name stands for ("auto" takes a GPU if there is one); ValueError if it is not available."""
     if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", str(name)) is None:
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     import torch
@@ -40,5 +40,5 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if available else "cpu"
     if name != "cpu" and int(name[5:] or 0) >= available:
-        raise ValueError(f"device {name} is not here: torch finds {available or 'no'} CUDA devices; use cpu")
+        raise ValueError(f"device {name} is not available: torch finds {available or 'no'} CUDA devices; use cpu")
     return torch.device(name)

@@ -1,4 +1,4 @@
-"""The rows of the paper by name: each a rotary encoding and a logit transform.
+"""Methods by name: each is a rotary encoding and a logit transform, a row of the paper's table.
 
 >>> method = get("scale-invariant-p-rope", heads=6, head_dim=128)
 >>> method.rotary, method.logits
@@ -26,14 +26,14 @@ Stretch = Literal["ntk", "yarn", "yarn-frequencies"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a name stands for, before it is sized for a model."""
+    """What a method's name stands for, before it is sized for a model."""
 
     rotary: Literal["rope", "p-rope", "none"]
     logits: Literal["plain", "logn", "alibi", "scale-invariant"]
     stretch: Stretch | None = None
     """How a RoPE-trained model's rotary is changed at inference beyond the training length."""
     trained_as: str | None = None
-    """The row whose trained model this one uses; None for itself."""
+    """The method whose trained model this one uses; None for itself."""
     infini: bool = False
     """Infini-attention: local segments and a compressive memory (`scaleinv.model.infini`)."""
 
@@ -53,7 +53,7 @@ ROWS: dict[str, Row] = {
     "scale-invariant-nope": Row("none", "scale-invariant"),
     "infini-rope": Row("rope", "plain", infini=True),
     "infini-p-rope": Row("p-rope", "plain", infini=True),
-    # Beyond the paper. The logits sharpen with the length already, so YaRN's factor would do it twice.
+    # Beyond the paper. The logits already sharpen with the length, so YaRN's factor would do it twice.
     "scale-invariant-rope+yarn": Row(
         "rope", "scale-invariant", stretch="yarn-frequencies", trained_as="scale-invariant-rope"
     ),
@@ -69,7 +69,7 @@ class Encoding:
     rotary: Rotary
     train_length: int
     trained_as: str
-    """The row whose trained model this one uses: its own name, unless it only acts at inference."""
+    """The method whose trained model this one uses: its own name, unless it only acts at inference."""
     stretch: Stretch | None = None
     infini: bool = False
     """The model must run Infini-attention around the (local) logits."""
@@ -92,13 +92,13 @@ class Encoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(Encoding):
-    """A row sized for a model."""
+    """A method sized for a model."""
 
     logits: LogitTransform
 
     @property
     def encoding(self) -> Encoding:
-        """The part without the logit transform, which may hold weights of a layer's own."""
+        """The method without its logit transform, which may hold weights that belong to one layer."""
         return Encoding(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Encoding)})
 
 
@@ -108,7 +108,7 @@ def names() -> list[str]:
 
 
 def row(name: str) -> Row:
-    """The row of that name; an unknown one raises ValueError with the closest matches."""
+    """What a method's name stands for; an unknown name raises ValueError with the closest matches."""
     if name not in ROWS:
         close = difflib.get_close_matches(str(name), ROWS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(ROWS)}"
@@ -117,7 +117,7 @@ def row(name: str) -> Row:
 
 
 def trained_as(name: str) -> str:
-    """The row whose trained model the row ``name`` uses: itself, unless it only acts at inference.
+    """The method whose trained model ``name`` uses: itself, unless it only acts at inference.
 
     >>> trained_as("yarn"), trained_as("alibi")
     ('rope', 'alibi')
@@ -137,11 +137,11 @@ def get(
     p_rope_base: float | None = None,
     learnable_tau: bool = False,
 ) -> Method:
-    """The row ``name`` for a model of ``heads`` query heads of ``head_dim`` channels.
+    """The method ``name`` for a model of ``heads`` query heads of ``head_dim`` channels.
 
     Args:
         train_length: tokens in a training sequence: where NTK and YaRN start to act, and p-RoPE's scale.
-        tau: lengthscale of the scale-invariant rows, in tokens.
+        tau: lengthscale of the scale-invariant methods, in tokens.
         rope_base: base of RoPE.
         p: fraction of the channel pairs that p-RoPE turns.
         p_rope_base: base of p-RoPE; None for ``train_length / 4``, the paper's 1024 at 4,096 tokens.

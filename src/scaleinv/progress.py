@@ -1,7 +1,7 @@
 """Progress: what long work tells its caller while it runs.
 
-A function that takes long has an argument ``progress``, which takes lines of text. Some lines are a `Report`: text that
-also holds what it says as data, for a caller that is a program.
+A slow function has an argument ``progress``, a callback for lines of text. Some lines are a `Report`: text that also
+carries its content as data, for a caller that is a program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Progress = Callable[[str], None]
 
 
 class Report(str):
-    """A line of progress that also says it as data.
+    """A line of progress that also carries its content as data.
 
     >>> line = Report("step 3/9  loss 1.5", kind="step", step=3, steps=9, loss=1.5)
     >>> line.record["step"], line.passing
@@ -42,10 +42,10 @@ def silent(line: str) -> None:
 
 
 class Terminal:
-    """Prints progress: on a terminal, passing lines replace each other; in a file, they are lines like the others.
+    """Prints progress: on a terminal, passing lines replace each other; in a file, they are ordinary lines.
 
     Args:
-        every: seconds between passing lines in a file; those that come sooner are left out.
+        every: seconds between passing lines in a file; any that come sooner are left out.
     """
 
     def __init__(self, every: float = 0.0) -> None:
@@ -55,7 +55,7 @@ class Terminal:
     def __call__(self, line: str) -> None:
         passing = isinstance(line, Report) and line.passing
         if sys.stdout.isatty():
-            width = shutil.get_terminal_size().columns - 1  # a longer line would break, and stay
+            width = shutil.get_terminal_size().columns - 1  # a longer line would wrap and could not be replaced
             sys.stdout.write(f"\r\033[K{line[:width]}" if passing else f"\r\033[K{line}\n")
         elif not passing:
             sys.stdout.write(f"{line}\n")

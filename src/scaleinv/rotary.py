@@ -73,9 +73,9 @@ class RoPE(Rotary):
 class PRoPE(Rotary):
     """p-RoPE (Barbero et al. 2024, arXiv 2410.06205): only the fraction p of high frequencies turns.
 
-    The kept frequencies run geometrically from 1 down to 1/base, both included; the other channels carry content
-    alone. ``p=0.5, base=1024`` is what the scale-invariant paper uses at 4,096 tokens; it keeps the longest wavelength
-    at about 1.5 × the training length, so take ``base = train_length / 4`` elsewhere.
+    The kept frequencies run geometrically from 1 down to 1/base, both included; the other channels carry only content.
+    The scale-invariant paper uses ``p=0.5, base=1024`` at 4,096 tokens. That keeps the longest wavelength at about
+    1.5 × the training length, so use ``base = train_length / 4`` at other lengths.
     """
 
     def __init__(self, dim: int, p: float = 0.5, base: float = 1024.0) -> None:
@@ -91,7 +91,7 @@ class PRoPE(Rotary):
 
 
 class NoPE(Rotary):
-    """No position encoding: content alone, and what the logits say of the distance."""
+    """No position encoding: only the logit transform may depend on the distance."""
 
     def __init__(self) -> None:
         super().__init__(torch.empty(0, device="cpu"))
@@ -136,8 +136,8 @@ def yarn(
 
     Channels that turn more than ``beta_fast`` times over the training length keep their frequency, those under
     ``beta_slow`` turns are slowed by ``s = length/train_length``, and between them a linear ramp mixes the two. cos and
-    sin grow by ``0.1 ln(s) + 1``, unless ``attention_factor`` is off: for logits that sharpen with the length by
-    themselves. At or below the training length nothing changes.
+    sin grow by ``0.1 ln(s) + 1``. ``attention_factor=False`` turns that off, for logits that already sharpen with the
+    length. At or below the training length nothing changes.
     """
     _check_lengths(rope, length, train_length)
     if not beta_fast > beta_slow > 0:

@@ -64,7 +64,7 @@ def coefficients(
 
 
 def unchecked_coefficients(distance: Tensor, tau: Tensor | float, alpha: float, beta: float) -> tuple[Tensor, Tensor]:
-    """`coefficients` of float64 distances that are known to be good: no look at the data, so it can be traced."""
+    """`coefficients` of valid float64 distances: it never inspects the data, so it can be traced."""
     ratio = beta / alpha
     variance = 2 * (torch.log1p(distance / tau) + (ratio - math.log(alpha)))
     return variance.clamp_min(0).sqrt(), ratio - variance

@@ -1,7 +1,7 @@
 """Settings: fields of a configuration that know their help, type and range.
 
 A configuration is a dataclass of plain values. Its fields are made with `setting`, checked by `check`, and turned into
-command-line options and keys of a file by `scaleinv.cli.options`: each is written once.
+command-line options and keys of a file by `scaleinv.cli.options`, so each is defined once.
 
 >>> @dataclasses.dataclass
 ... class Oven:
@@ -46,11 +46,11 @@ def setting(
     Args:
         help: what it means, in a few words that begin in lower case.
         unset: what a default of None stands for: "no clipping".
-        group: the heading of ``--help`` that it stands under.
+        group: its heading in ``--help``.
         metavar: stands for the value in ``--help``; derived from the type otherwise.
         least: the smallest value; ``above`` leaves that value out.
         most: the largest value; ``below`` leaves that value out.
-        several: the option takes several words, and they make one comma-separated text.
+        several: the option takes several words and joins them with commas.
         resume: it may change when a run is resumed.
     """
     known = dict(locals())
@@ -67,11 +67,11 @@ class Setting:
     """int, float, bool or str: of the value, or of the items of a tuple."""
     default: Any = None
     optional: bool = False
-    """None is a value."""
+    """Whether None is allowed."""
     choices: tuple[str, ...] = ()
-    """The values of a Literal; empty where any will do."""
+    """The values of a Literal; empty if any value is allowed."""
     items: int | None = None
-    """How many values a tuple has, 0 for any number above none; None for a single value."""
+    """How many values a tuple has, 0 for one or more; None for a single value."""
     help: str = ""
     unset: str = ""
     group: str = ""
@@ -84,7 +84,7 @@ class Setting:
     resume: bool = False
 
     def parse(self, text: str) -> Any:
-        """The value that a text stands for; ValueError that says what it must be."""
+        """The value that a text stands for; otherwise ValueError says what it must be."""
         if self.kind in (str, bool):
             return self.read(text)
         words = text.split(",") if self.items is not None else [text]
@@ -95,7 +95,7 @@ class Setting:
         return self.read(values if self.items is not None else values[0])
 
     def read(self, value: Any) -> Any:
-        """The value if it is a good one, lists made tuples; ValueError that says what it must be."""
+        """The value if it is valid, with lists made into tuples; otherwise ValueError says what it must be."""
         if value is None and self.optional:
             return None
         if self.items is None:
@@ -172,7 +172,7 @@ def settings(config: Any) -> dict[str, Setting]:
 
 
 def check(config: Any) -> None:
-    """ValueError that names the first setting of a configuration that is not what it must be."""
+    """Raise ValueError that names the first setting of a configuration that is not valid."""
     kind: Any = type(config)
     for name, one in settings(kind).items():
         try:

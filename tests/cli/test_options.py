@@ -76,7 +76,7 @@ def test_a_run_can_be_started_again_from_its_config(run, tmp_path):
         ("run.toml", "[model]\nlayers = 3", "run.toml has an unknown key 'model'"),
         ("run.toml", "steps = ", "run.toml is not TOML"),
         ("run.json", "{", "run.json is not JSON"),
-        ("run.json", '{"train": 3}', "run.json is no run's config.json"),
+        ("run.json", '{"train": 3}', "run.json is not a run's config.json"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(name, content, message, tmp_path, capsys):

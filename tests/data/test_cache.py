@@ -151,7 +151,7 @@ def test_a_damaged_cache_heals_itself(
         healed = load()
     (line,) = caplog.messages
     assert line.startswith(str(folder))
-    assert line.endswith(f" is damaged or missing: {books} is tokenised again")
+    assert line.endswith(f" is damaged or missing: tokenising {books} again")
     assert healed.sha256 == first.sha256
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert folders(cache) == [folder]

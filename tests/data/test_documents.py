@@ -193,8 +193,8 @@ def test_dataset(hub: list[Any]) -> None:
     ("spec", "message"),
     [
         ("owner/missing", r"cannot read the Hugging Face dataset owner/missing \(offline\)"),
-        ("hf:owner/name:train:id", "column 'id' is no text; the columns are text, title, id"),
-        ("hf:owner/name:train:body", "column 'body' is no text"),
+        ("hf:owner/name:train:id", "column 'id' is not text; the columns are text, title, id"),
+        ("hf:owner/name:train:body", "column 'body' is not text"),
         ("hf:a/b/c/d", "must read hf:owner/name"),
         ("hf:", "must read hf:owner/name"),
     ],

@@ -160,7 +160,7 @@ def refuse_work(monkeypatch) -> None:
     ("changes", "message"),
     [
         ({"train": {"data": "nope.txt"}}, "nope.txt"),
-        ({"train": {"device": "cuda:99"}}, "device cuda:99 is not here"),
+        ({"train": {"device": "cuda:99"}}, "device cuda:99 is not available"),
         ({"tokens": 5}, "validation at length 128 needs at least 129 tokens"),
         ({"lengths": "1x,400x"}, "validation at length 12800 needs at least 12801 tokens"),
     ],

@@ -145,7 +145,7 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     assert Calibration.load(tmp_path / "out" / "calibration.json").scale.shape == (2, 4)
     with pytest.raises(ValueError, match="text must be given for a Hugging Face model"):
         analyze_model(str(folder), ["1x"], None, tmp_path / "out")
-    with pytest.raises(ValueError, match="nothing' is no folder, and no id of a model on the Hugging Face hub"):
+    with pytest.raises(ValueError, match="nothing' is neither a folder nor the id of a model on the Hugging Face hub"):
         analyze_model(str(tmp_path / "nothing"), ["1x"], book, tmp_path / "out")
 
 

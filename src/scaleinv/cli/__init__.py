@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
+    """Run a command and return the exit code: 0, 2 for a user's mistake, or 128 + n after signal n."""
     try:  # around the imports too: Ctrl-C may come at any time
         with _interrupts():
             from scaleinv.cli.program import run

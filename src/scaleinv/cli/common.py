@@ -13,7 +13,7 @@ from scaleinv.settings import Setting
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError for a mistake, so that all mistakes are shown alike."""
+    """A parser that raises ValueError for a mistake, so that all mistakes are shown the same way."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -36,14 +36,14 @@ def command(commands: Any, name: str, run: Any, summary: str, *examples: str, de
 
 
 class Joined(argparse.Action):
-    """Several words as one comma-separated text: the shell may have spread a glob."""
+    """Several words as one comma-separated text: the shell may have expanded a glob."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, ",".join(values))
 
 
 def shown(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The ``type`` of an option: argparse shows what the ValueError of ``parse`` says, not its own phrase."""
+    """The ``type`` of an option: argparse shows the message of ``parse``'s ValueError, not its own."""
 
     def parsed(word: str) -> Any:
         try:
@@ -72,7 +72,7 @@ def path(word: str) -> Path:
 
 
 def method_names(words: str) -> list[str]:
-    """The methods that an option names, with commas between them; ValueError for an unknown one."""
+    """The comma-separated methods that an option names; ValueError for an unknown one."""
     names = [word.strip() for word in words.split(",")]
     for name in names:
         methods.row(name)
@@ -80,8 +80,8 @@ def method_names(words: str) -> list[str]:
 
 
 def length_labels(words: str) -> str:
-    """Context lengths, 1x,4x,2048; ValueError for what does not look like them."""
-    lengths.parse(words, train_length=1 << 20)  # a look at the form: the training length is not known yet
+    """Context lengths such as 1x,4x,2048; ValueError for anything else."""
+    lengths.parse(words, train_length=1 << 20)  # checks the form only: the training length is not known yet
     return words
 
 
@@ -100,17 +100,17 @@ def add_methods(parser: Parser) -> None:
     parser.add_argument(
         "--methods",
         type=shown(method_names),
-        help="run the model as these methods, say rope,rope+ntk,yarn; default: its own",
+        help="run the model as these methods, such as rope,rope+ntk,yarn; default: its own",
     )
 
 
 def device(name: str) -> str:
-    """The device that a name stands for, "cpu" or "cuda" for "auto"; ValueError where it is not to be had."""
+    """The device that a name stands for, "cpu" or "cuda" for "auto"; ValueError if it is not available."""
     return str(find_device(name))
 
 
 def add_device(parser: Parser) -> None:
-    """``--device``: give it to `device` before any work."""
+    """``--device``: pass it to `device` before any work."""
     parser.add_argument("--device", type=text, default="auto", help="auto, cpu or cuda; default: auto")
 
 

@@ -13,18 +13,18 @@ from scaleinv.settings import Setting
 
 _OWN = (
     Setting("out", str, help="folder for runs, evaluations, summary.json and the report; required", metavar="DIR"),
-    Setting("methods", str, default="all", help="methods, with commas between them, or all", several=True),
+    Setting("methods", str, default="all", help="comma-separated methods, or all", several=True),
     Setting("seeds", int, default=3, least=1, most=10_000, help="models of each method, with seeds 0, 1, …"),
     Setting("lengths", str, default="1x,4x,16x", help="context lengths to evaluate at, 4x or 2048", several=True),
     Setting("tokens", int, unset="524,288", least=1, help="validation tokens"),
     Setting("sweep", str, unset="none", metavar="tau=X,…", help="also train the method with these lengthscales"),
-    Setting("jobs", int, unset="one for each core, or one on a GPU", least=1, help="processes at once"),
+    Setting("jobs", int, unset="one per core, or one on a GPU", least=1, help="processes at once"),
     Setting("report", bool, default=True, help="write report.html"),
 )
 _CHOSEN = ("method", "seed", "tau")
-"""Settings of a training that the comparison chooses for each model."""
+"""Settings of a training run that the comparison chooses for each model."""
 KNOWN = {name: one for name, one in RUN.items() if name not in _CHOSEN} | {setting.name: setting for setting in _OWN}
-"""The settings of a comparison: its own, and those of every training."""
+"""The settings of a comparison: its own, and those of every training run."""
 
 
 def add(commands: Any) -> None:

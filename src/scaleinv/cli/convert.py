@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     from scaleinv.hub import check_source
 
-    check_source(options.source)  # before the seconds that transformers takes to import
+    check_source(options.source)  # first, because importing transformers takes seconds
     from scaleinv import hf
 
     hf.convert_folder(options.source, options.out, tau=options.tau, p=None if options.keep_rotary else options.p)

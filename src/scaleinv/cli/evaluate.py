@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     option("run_folder", metavar="RUN", type=path, help="a run's folder")
     add_lengths(parser)
     add_methods(parser)
-    option("--tokens", type=count, help="held-out tokens to use at most; default: 524,288")
+    option("--tokens", type=count, help="use at most this many held-out tokens; default: 524,288")
     option("--step", type=number(int, least=0), help="a checkpoint by its step; default: the newest weights")
     add_tolerance(parser)
     option("--out", type=path, help="folder for the JSON; default: RUN/evaluations")
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="torchrun's ranks that share each window; default: 1",
+        help="how many of torchrun's ranks share each window; default: 1",
     )
     add_device(parser)
 

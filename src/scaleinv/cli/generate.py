@@ -11,7 +11,7 @@ from scaleinv import methods
 from scaleinv.cli.common import add_device, add_tolerance, command, device, number, path, text
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but newline and tab, and those that turn the direction of text."""
+"""Control characters except newline and tab, and characters that change the direction of text."""
 
 
 def add(commands: Any) -> None:
@@ -19,14 +19,14 @@ def add(commands: Any) -> None:
         commands,
         "generate",
         run,
-        "Write text with a trained model, as it is made.",
+        "Generate text with a trained model, shown as it is made.",
         'scaleinv generate runs/si --prompt "def main("',
-        detail="On a terminal, control characters are shown escaped (\\x1b); to a file or a pipe, text goes as it is.",
+        detail="On a terminal, control characters are shown escaped (\\x1b); a file or a pipe gets the text unchanged.",
     )
     option = parser.add_argument
     option("run_folder", metavar="RUN", type=path, help="a run's folder")
     option("--prompt", default="", help="what the text begins with; default: a new document")
-    option("--tokens", type=number(int, least=0), default=300, help="tokens to write at most; default: 300")
+    option("--tokens", type=number(int, least=0), default=300, help="write at most this many tokens; default: 300")
     option(
         "--temperature",
         type=number(float, least=0),
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         type=number(float, above=0, most=1),
         help="choose among the likeliest tokens that make up this probability; default: 1",
     )
-    option("--seed", type=number(int, least=0), help="for the same text again; default: another text each time")
+    option("--seed", type=number(int, least=0), help="seed of the sampling; default: another text each time")
     option("--method", type=text, help="run a RoPE-trained model as rope+ntk or yarn; default: its own")
     add_tolerance(parser)
     add_device(parser)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def show(text: str) -> None:
-    """Write text at once; a terminal gets no control characters, which could move its cursor or change its title."""
+    """Write text at once; a terminal gets no control characters, since they could move its cursor or set its title."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 

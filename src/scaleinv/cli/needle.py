@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
     option("run_folder", metavar="RUN", type=path, help="a run's folder")
     add_lengths(parser)
     add_methods(parser)
-    option("--samples", type=count, help="haystacks at each length; default: 100")
-    option("--needles", type=count, help="needles in a haystack; default: the preset's")
+    option("--samples", type=count, help="haystacks per length; default: 100")
+    option("--needles", type=count, help="needles per haystack; default: the preset's")
     option("--digits", type=count, help="digits of a needle's number; default: the preset's")
     option("--cities", type=count, help="cities to choose from; default: the preset's")
     option("--depth", type=number(float, least=0, most=1), help="where to put the needles, 0 to 1; default: anywhere")
@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> None:
         device=where,
         progress=terminal,
     )
-    for row, result in results.items():
+    for method, result in results.items():
         for label, found in result["lengths"].items():
-            print(f"{row:24}{label:>6}  {found['accuracy']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]")
+            print(f"{method:24}{label:>6}  {found['accuracy']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]")
     heat = read_depths(out / "needle", model.train_length)
     for file in heat.save(out / "figures") if heat else ():
         print(f"figure: {file.resolve()}")

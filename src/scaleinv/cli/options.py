@@ -1,4 +1,4 @@
-"""Options derived from settings, on the command line and in a file: each is written once, where the setting is."""
+"""Options of the command line and keys of a file, both derived from settings, so that each is defined once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN: dict[str, Setting] = {
         str,
         default="mini",
         choices=tuple(PRESETS),
-        help="what to start from: mini takes minutes on a CPU, 162m and 304m are the paper's",
+        help="settings to start from: mini takes minutes on a CPU, 162m and 304m are the paper's",
     ),
     **settings(GPTConfig),
     **settings(TrainConfig),
@@ -35,7 +35,7 @@ def add_options(parser: Parser, known: Mapping[str, Setting], defaults: Mapping[
     """Add an option for each setting, under the heading of its group, and ``--config`` for a file of them.
 
     Args:
-        defaults: what ``--help`` calls a default, where it is not the setting's own.
+        defaults: what ``--help`` shows as a default, if it is not the setting's own.
     """
     parser.usage = "%(prog)s [OPTION ...]"
     parser.add_argument(
@@ -49,15 +49,15 @@ def add_options(parser: Parser, known: Mapping[str, Setting], defaults: Mapping[
 
 
 def given(options: argparse.Namespace, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """The settings that the user gave: those of the file, and over them those of the command line."""
+    """The settings that the user gave: those of the file, overridden by those of the command line."""
     chosen = {name: getattr(options, name) for name in known if getattr(options, name) is not None}
     return {**(read_file(options.config, known) if options.config else {}), **chosen}
 
 
 def read_file(file: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """The settings in a TOML file (``lr-matrices = 0.01``), or in a run's config.json; ValueError names the file."""
+    """The settings in a TOML file (``lr-matrices = 0.01``) or a run's config.json; ValueError names a wrong file."""
     if not file.is_file():
-        raise UnreadableFile(file, "is no file")
+        raise UnreadableFile(file, "is not a file")
     found = _run_settings(file, known) if file.suffix == ".json" else _toml(file)
     values = {}
     for key, content in found.items():
@@ -140,12 +140,12 @@ def _toml(file: Path) -> dict[str, Any]:
 
 
 def _run_settings(file: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """The settings of a run that are known, but for its folder; None is left out, for it is the default."""
+    """A run's known settings except its folder; those that are None are left out, because None is the default."""
     try:
         run = TrainConfig.from_json(read_object(file)["train"])
     except UnreadableFile:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise UnreadableFile(file, f"is no run's config.json: {error!r:.200}") from error
+        raise UnreadableFile(file, f"is not a run's config.json: {error!r:.200}") from error
     values = _flat(run.to_json())
     return {name: values[name] for name in known if name != "out" and values.get(name) is not None}

@@ -23,12 +23,12 @@ def add(commands: Any) -> None:
         type=text,
         nargs="+",
         action=Joined,
-        help="files, a folder, a glob, or a corpus by name",
+        help="files, a folder, a glob, or the name of a corpus",
     )
     option("--tokenizer", type=text, default="gpt2", help="bytes, gpt2, bpe, bpe:SIZE or a folder; default: gpt2")
     option("--out", required=True, type=path, help="an empty or new folder")
-    option("--shard-tokens", type=count, default=100_000_000, help="tokens in a shard; default: 100 million")
-    option("--workers", type=count, help="processes; default: one for each core")
+    option("--shard-tokens", type=count, default=100_000_000, help="tokens per shard; default: 100 million")
+    option("--workers", type=count, help="processes; default: one per core")
     option(
         "--val-fraction",
         type=number(float, least=0, below=1),

@@ -29,7 +29,7 @@ COMMANDS = (train, evaluate, compare, needle, generate, report, analyze, prepare
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code; a mistake of the user's is one line on stderr."""
+    """Run a command and return the exit code; a user's mistake is one line on stderr."""
     if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a × shows \xd7
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -37,12 +37,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(message)s", stream=sys.stderr)
         logging.getLogger("scaleinv").setLevel(logging.INFO)
         return options.run(options) or 0
-    except BrokenPipeError:  # the reader has left; nor may Python write to it at exit
+    except BrokenPipeError:  # the reader has left, and Python must not write to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint's CheckpointException is not an Exception
         line = explanation(error)
         if line is None:
             raise
@@ -72,7 +72,7 @@ def explanation(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or _is_about_memory(error):
         return f"not enough memory: {text}" if text else "not enough memory"
     if isinstance(error, RecursionError):
-        return f"something is nested too deeply: {text}"
+        return f"the input is nested too deeply: {text}"
     if isinstance(error, OverflowError):
         return f"a number is too large: {text}"
     if name == "CheckpointException":

@@ -1,6 +1,6 @@
 """Text tokenised once: a folder of shards for each text and tokenizer, checked whenever it is used.
 
-A folder that is damaged (a shard, meta.json or the tokenizer missing, cut or edited) is made again.
+A damaged folder (a shard, meta.json or the tokenizer is missing, cut short or edited) is made again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scaleinv.files import UnreadableFile, read_object
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # of the cache; a change of what prepare writes makes it 3
+_FORMAT = 2  # of the cache; raise it when prepare writes something else
 
 
 class Prepared(NamedTuple):
@@ -37,43 +37,43 @@ class Prepared(NamedTuple):
 
 
 def prepared(text: str, tokenizer: str, val_fraction: float, cache: Path) -> Prepared:
-    """The shards of a text in a folder of ``cache``, made if they are not there or damaged."""
+    """The shards of a text in a folder of ``cache``, made if they are missing or damaged."""
     key = json.dumps([_FORMAT, fingerprint(text), identity(tokenizer), val_fraction])
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
     if folder.exists():
         try:
             return _checked(folder, cache)
         except UnreadableFile as error:
-            logger.warning("%s is damaged or missing: %s is tokenised again", error.path, text)
+            logger.warning("%s is damaged or missing: tokenising %s again", error.path, text)
     with _temporary(cache) as made:
         prepare(text, tokenizer, made, workers=1, val_fraction=val_fraction)
-        with contextlib.suppress(UnreadableFile):  # unless another process was first, and made the same
+        with contextlib.suppress(UnreadableFile):  # unless another process was first and made the same
             return _checked(folder, cache)
         _replace(folder, made)
     return _checked(folder, cache)
 
 
 def _checked(folder: Path, cache: Path) -> Prepared:
-    """What a folder holds; UnreadableFile where it is not what `prepare` wrote."""
+    """What a folder holds; UnreadableFile if it is not what `prepare` wrote."""
     path = folder / META
     meta = read_object(path)
     hashes, cut = meta.get("sha256"), meta.get("cut")
     if not isinstance(hashes, dict) or not isinstance(cut, bool):
-        raise UnreadableFile(path, "must hold the object sha256 and the truth value cut")
+        raise UnreadableFile(path, "must hold an object 'sha256' and a true or false 'cut'")
     shards = [folder / name for name in sorted(hashes)]
     if shards != sorted(folder.glob("*.bin")):
-        raise UnreadableFile(path, "names other shards than there are")
+        raise UnreadableFile(path, "does not name the shards that are there")
     for shard in shards:
         if scan_shard(shard, cache / "scans").sha256 != hashes[shard.name]:
-            raise UnreadableFile(shard, "holds other tokens than were written")
+            raise UnreadableFile(shard, "does not hold the tokens that were written")
     if identity(str(folder)) != meta.get("tokenizer_sha256"):
-        raise UnreadableFile(folder, "holds another tokenizer than was written")
+        raise UnreadableFile(folder, "does not hold the tokenizer that was written")
     return Prepared(folder, shards, cut)
 
 
 @contextlib.contextmanager
 def _temporary(cache: Path) -> Iterator[Path]:
-    """A new folder in the cache that is gone afterwards, unless it has been renamed."""
+    """A new folder in the cache that is deleted afterwards, unless it has been renamed."""
     folder = cache / f".making-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True)
@@ -92,7 +92,7 @@ def _replace(folder: Path, made: Path) -> None:
         os.rename(folder, aside)
     try:
         os.rename(made, folder)
-    except OSError:  # another process was first, and made the same
+    except OSError:  # another process was first and made the same
         if not folder.is_dir():
             raise
     finally:

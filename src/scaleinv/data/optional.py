@@ -1,4 +1,4 @@
-"""Packages that only some corpora and tokenizers need: imported at use, missed with a hint."""
+"""Packages that only some corpora and tokenizers need: imported when used, with a hint if missing."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The order is a keyed bijection of 0 … size - 1: a Feistel network (Luby and Rackoff, 1988) over the smallest domain
 of 4^n that holds them all. A place outside 0 … size - 1 is sent through the network again until it falls inside
-("cycle walking", Black and Rogaway, 2002); the domain is less than four times as large, so that is soon. Integers and
-a hash alone: every machine computes the same order.
+("cycle walking", Black and Rogaway, 2002); the domain is less than four times as large, so this ends soon. It uses
+only integers and a hash, so every machine computes the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shuffled(index: int, size: int, seed: int, epoch: int) -> int:
 
 
 def _permuted(place: int, half: int, seed: int, epoch: int) -> int:
-    """The Feistel network: a bijection of the numbers of ``2 * half`` bits, for every seed and epoch its own."""
+    """The Feistel network: a bijection of the numbers of ``2 * half`` bits, different for every seed and epoch."""
     mask = (1 << half) - 1
     left, right = place >> half, place & mask
     for turn in range(_ROUNDS):

@@ -66,15 +66,15 @@ def prepare(
     """Tokenise a corpus into shards: ``{name}_val_000000.bin``, ``{name}_train_000001.bin`` … in the folder ``out``.
 
     The tokenizer is saved beside them, and meta.json, written last, says what they hold. The bytes do not depend on
-    ``workers``. Until all is done everything lies in ``out/.partial``, so that a killed run leaves no shard.
+    ``workers``. Everything stays in ``out/.partial`` until all is done, so a killed run leaves no shard.
 
     Args:
         text: a corpus, see `scaleinv.data.documents`.
         tokenizer: see `get_tokenizer`; a BPE trains on the training documents alone.
         out: folder to write to; it must hold no shards yet.
-        shard_tokens: tokens in each shard but the last of its split.
-        workers: processes that tokenise; None for one on each core. They are spawned, so a script that calls this with
-            more than one needs ``if __name__ == "__main__":``.
+        shard_tokens: tokens in each shard except the last of its split.
+        workers: processes that tokenise; None for one per core. They are spawned, so a script that uses more than one
+            needs ``if __name__ == "__main__":``.
         progress: called with a line of text about once a second.
         val_fraction: share of the documents that goes to validation; 0 for none. Both splits get at least one
             document, and a single document is cut in two at a paragraph.
@@ -90,12 +90,12 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be positive, got {workers}")
     check_tokenizer(tokenizer)
-    documents(text)  # what it names and the packages it needs are there, or this raises before anything is written
+    documents(text)  # raises before anything is written if a file or a package is missing
     partial = out / ".partial"
     is_new = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
         partial.mkdir()
     except OSError as error:
         raise ValueError(f"out {out} must be a folder that can be written to ({error.strerror})") from error
@@ -110,7 +110,7 @@ def prepare(
             os.replace(path, out / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        if is_new and not any(out.iterdir()):  # it failed: a folder that nobody asked for must not stay
+        if is_new and not any(out.iterdir()):  # it failed: leave no empty folder behind
             out.rmdir()
     return [out / name for name in names]
 
@@ -124,17 +124,17 @@ def _build(
     progress: Callable[[str], None] | None,
     val_fraction: float,
 ) -> list[str]:
-    """Fill a folder with shards, tokenizer and meta.json; the shards' names."""
-    say = _Progress(progress)
+    """Fill a folder with shards, tokenizer and meta.json; returns the names of the shards."""
+    throttled = _Throttled(progress)
 
     def training_texts() -> Iterator[str]:
         train = (item.document.text for item in _placed(text, val_fraction) if item.place >= val_fraction)
         first = next(train, None)
-        if first is None:  # all are below val_fraction, and `_split` will choose
+        if first is None:  # all are below val_fraction: `_split` will choose
             return (document.text for document in documents(text))
         return itertools.chain([first], train)
 
-    say.now(f"tokenizer {tokenizer_spec}")
+    throttled.now(f"tokenizer {tokenizer_spec}")
     tokenizer = get_tokenizer(tokenizer_spec, training_texts)
     tokenizer.save(folder)
     spool = folder / "spool"
@@ -147,7 +147,7 @@ def _build(
             file.write(ids.tobytes())
             index.append(_Entry(item.place, item.order, start, 1 + len(ids)))
             start += 1 + len(ids)
-            say.maybe(f"tokenised {len(index):,} documents, {start:,} tokens")
+            throttled.maybe(f"tokenised {len(index):,} documents, {start:,} tokens")
     splits = _split(index, val_fraction)
     tokens = np.memmap(spool, dtype=np.uint16, mode="r")
     names: list[str] = []
@@ -155,7 +155,7 @@ def _build(
         for shard in _shards(tokens, entries, shard_tokens):
             names.append(f"{short_name(text)}_{split}_{len(names):06d}.bin")
             write_shard(folder / names[-1], shard)
-            say.maybe(f"wrote {names[-1]}, {len(shard):,} tokens")
+            throttled.maybe(f"wrote {names[-1]}, {len(shard):,} tokens")
     del tokens
     spool.unlink()
     meta = {
@@ -171,14 +171,15 @@ def _build(
         "sha256": {name: scan_shard(folder / name).sha256 for name in names},
     }
     write_json(folder / META, meta)
-    say.now(f"{len(names)} shards, {start:,} tokens of {len(index):,} documents, {tokenizer.vocab_size:,} ids")
+    summary = f"{len(names)} shards, {start:,} tokens of {len(index):,} documents, {tokenizer.vocab_size:,} ids"
+    throttled.now(summary)
     return names
 
 
 def _placed(text: str, val_fraction: float) -> Iterator[_Placed]:
-    """The documents with their places; a single one is cut in two where there must be a validation split."""
+    """The documents with their places; a single one is cut in two if there must be a validation split."""
     stream = documents(text)
-    first = next(stream)  # an empty corpus has raised
+    first = next(stream)  # there is one: an empty corpus raises
     second = next(stream, None)
     if second is None and val_fraction > 0:
         train, val = _cut(first, val_fraction)
@@ -190,7 +191,7 @@ def _placed(text: str, val_fraction: float) -> Iterator[_Placed]:
 
 def _place(document: Document) -> _Placed:
     digest = hashlib.sha256(document.text.encode("utf-8")).digest()
-    # The name is in the order, so that copies of a text do not follow one another.
+    # The order includes the name, so that copies of a text do not follow one another.
     order = hashlib.sha256(digest + document.name.encode("utf-8")).digest()
     return _Placed(document, (int.from_bytes(digest[:6], "big") + 0.5) / 2**48, order)
 
@@ -215,7 +216,7 @@ def _split(index: list[_Entry], val_fraction: float) -> dict[str, list[_Entry]]:
         return {"train": sorted(index, key=lambda entry: entry.order)}
     ranked = sorted(index, key=lambda entry: (entry.place, entry.order))
     held_out = sum(entry.place < val_fraction for entry in ranked)
-    held_out = min(max(held_out, 1), len(ranked) - 1)  # neither is empty
+    held_out = min(max(held_out, 1), len(ranked) - 1)  # neither split is empty
     sides = {"val": ranked[:held_out], "train": ranked[held_out:]}
     return {split: sorted(entries, key=lambda entry: entry.order) for split, entries in sides.items()}
 
@@ -237,7 +238,7 @@ def _shards(tokens: np.ndarray, entries: list[_Entry], shard_tokens: int) -> Ite
 def _encoded(
     placed: Iterator[_Placed], tokenizer: Tokenizer, folder: Path, workers: int
 ) -> Iterator[tuple[_Placed, np.ndarray]]:
-    """Each document with its ids, in the order they came."""
+    """Each document with its ids, in the order of the input."""
     if workers == 1:
         yield from ((item, tokenizer.encode(item.document.text)) for item in placed)
         return
@@ -246,7 +247,7 @@ def _encoded(
         pending: deque[tuple[list[_Placed], Future[list[np.ndarray]]]] = deque()
         for items in _chunks(placed):
             pending.append((items, pool.submit(_encode_all, [item.document.text for item in items])))
-            if len(pending) > 4 * workers:  # no more text in memory than keeps the workers busy
+            if len(pending) > 4 * workers:  # hold only as much text as keeps the workers busy
                 items, future = pending.popleft()
                 yield from zip(items, future.result(), strict=True)
         for items, future in pending:
@@ -266,7 +267,7 @@ def _chunks(placed: Iterator[_Placed]) -> Iterator[list[_Placed]]:
 
 
 _worker_tokenizer: Tokenizer
-"""Of a worker process: set once by `_start_worker`."""
+"""The tokenizer of a worker process, set once by `_start_worker`."""
 
 
 def _start_worker(folder: Path) -> None:
@@ -278,17 +279,17 @@ def _encode_all(texts: list[str]) -> list[np.ndarray]:
     return [_worker_tokenizer.encode(text) for text in texts]
 
 
-class _Progress:
-    """Passes lines on, at most one a second."""
+class _Throttled:
+    """Progress, at most one line per second."""
 
-    def __init__(self, sink: Callable[[str], None] | None) -> None:
-        self.sink, self.last = sink, time.monotonic()
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.progress, self.last = progress, time.monotonic()
 
     def maybe(self, line: str) -> None:
         if time.monotonic() - self.last >= 1:
             self.now(line)
 
     def now(self, line: str) -> None:
-        if self.sink is not None:
-            self.sink(line)
+        if self.progress is not None:
+            self.progress(line)
         self.last = time.monotonic()

@@ -28,11 +28,11 @@ MAX_COUNT = 2**31 - 1
 """The header holds the count as an int32."""
 
 _ADVICE = "download it or make it again"
-_CHUNK = 1 << 24  # tokens looked at together: 32 MB
+_CHUNK = 1 << 24  # tokens checked at a time: 32 MB
 
 
 class Scan(NamedTuple):
-    """What one pass over a shard's tokens tells."""
+    """What one pass over a shard's tokens finds."""
 
     total: int
     highest: int
@@ -49,7 +49,7 @@ class Scan(NamedTuple):
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Write ``tokens [n]``, integers in 0 … 65,535, as a shard; a crash leaves the old file or the new one."""
+    """Write ``tokens [n]``, integers in 0 … 65,535, as a shard; a crash leaves either the old file or the new one."""
     if tokens.ndim != 1 or not 0 < tokens.size <= MAX_COUNT or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens must be 1 to {MAX_COUNT} integers, got {tokens.dtype} of shape {tokens.shape}")
     if tokens.dtype != np.uint16 and not 0 <= tokens.min() <= tokens.max() <= 0xFFFF:
@@ -62,11 +62,11 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> None:
 def open_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
     """The tokens of a shard, uint16 ``[count]``, memory-mapped and read-only.
 
-    Magic, version, count and file size are checked. With ``vocab_size`` so is every token, which reads the whole file.
+    Magic, version, count and file size are checked. ``vocab_size`` also checks every token, which reads the whole file.
     """
     path = Path(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could wait forever
             raise UnreadableFile(path, "is not a regular file")
         with path.open("rb") as file:
             header = np.frombuffer(file.read(HEADER_BYTES), dtype=np.uint8)
@@ -77,7 +77,7 @@ def open_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
         raise UnreadableFile(path, f"has {size} bytes, fewer than the header of {HEADER_BYTES}", _ADVICE)
     magic, version, count = (int(field) for field in header.view("<i4")[:3])
     if magic != MAGIC:
-        raise UnreadableFile(path, f"is no token shard: its magic number is {magic}, not {MAGIC}")
+        raise UnreadableFile(path, f"is not a token shard: its magic number is {magic}, not {MAGIC}")
     if version != VERSION:
         raise UnreadableFile(path, f"has format version {version}, not {VERSION} (uint16 tokens)")
     if count < 1:
@@ -98,7 +98,7 @@ def open_shard(path: str | Path, vocab_size: int | None = None) -> np.ndarray:
 def scan_shard(path: str | Path, cache: Path | None = None) -> Scan:
     """Validate a shard and read it once: count, highest token, and sha256 of the tokens.
 
-    The result is remembered in the folder ``cache`` for as long as the file's size and time stay the same.
+    The result is remembered in the folder ``cache`` as long as the file's size and time stay the same.
     """
     path = Path(path)
     tokens = open_shard(path)
@@ -106,7 +106,7 @@ def scan_shard(path: str | Path, cache: Path | None = None) -> Scan:
     key = hashlib.sha256(f"{path.resolve()}\0{known.st_size}\0{known.st_mtime_ns}".encode()).hexdigest()
     memory = cache / f"{key}.json" if cache is not None else None
     if memory is not None:
-        # A missing or damaged memory costs one more reading, nothing else.
+        # If what was remembered is missing or damaged, the shard is read once more.
         with contextlib.suppress(ValueError, TypeError):
             remembered = Scan(**read_object(memory))
             if remembered.fits(len(tokens)):

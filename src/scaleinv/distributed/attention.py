@@ -55,7 +55,7 @@ def attention(
     backend: str = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@torch.compiler.disable  # messages between ranks are not for the compiler: it goes on before and after them
+@torch.compiler.disable  # the compiler cannot handle messages between ranks: it compiles what is before and after
 def attention(
     query: Tensor,
     key: Tensor,
@@ -74,7 +74,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`scaleinv.attention` over a sequence of ``n · ranks`` tokens, of which each rank of the mesh holds n.
 
-    All ranks call it together with the same settings; what differs is named in a ValueError on every rank. The result
+    All ranks call it together with the same settings; if any differ, a ValueError on every rank names them. The result
     and the gradients are those of one process with the whole sequence. Gradients of a transform's own parameters (a
     learned lengthscale, LogN's factors) are this rank's share: sum them over the ranks, as DDP and FSDP do with every
     parameter.
@@ -88,7 +88,7 @@ def attention(
         causal, window, scale: as in `scaleinv.attention`.
         document_ids: this rank's part, integers ``[B, n]``.
         key_mask: this rank's part, bool ``[B, n]``, True for visible keys.
-        layout: "zigzag" balances causal work; "contiguous" sends least where there is a window.
+        layout: "zigzag" balances causal work; "contiguous" sends least if there is a window.
         backend: "auto", or a backend that can compute one block of a longer sequence.
         return_lse: also return ``log Σ exp(L)``, ``[B, H, n]``.
 
@@ -123,10 +123,10 @@ def attention(
 
 
 def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None, layout: str) -> None:
-    """ValueError on every rank unless all of them ask for the same thing."""
+    """Raise ValueError on every rank unless all of them ask for the same thing."""
     if call.query.shape[2] != call.key.shape[2]:
         sizes = f"{call.query.shape[2]} and {call.key.shape[2]}"
-        raise ValueError(f"query and key must hold the same positions, got {sizes} of them")
+        raise ValueError(f"query and key must hold the same number of positions, got {sizes}")
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     values = {f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)}
     values |= {
@@ -147,7 +147,7 @@ def _whole(x: Tensor | None, split: Split, mesh: DeviceMesh) -> Tensor | None:
 
 
 def _engine(backend: str, call: Call) -> str:
-    """The first backend that can compute blocks of this call; ValueError where the one asked for cannot."""
+    """The first backend that can compute blocks of this call; ValueError if the one asked for cannot."""
     found = registry.choose(backend, call, among=ENGINES)
     return found.name
 

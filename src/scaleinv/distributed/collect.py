@@ -1,7 +1,7 @@
 """`shard` and `gather`: a whole tensor to a rank's part of it, and back. Both are differentiable.
 
-A whole tensor is *replicated*: every rank holds the same values and goes on to compute the same thing with it. So the
-gradient of `shard` is gathered from all ranks, and the gradient of `gather` is this rank's part of what came back.
+A whole tensor is *replicated*: every rank holds the same values and computes the same thing with it. So the gradient of
+`shard` is gathered from all ranks, and the gradient of `gather` is this rank's part of the incoming gradient.
 These are the rules of torch's DTensor.
 """
 

@@ -62,7 +62,7 @@ class Context:
         )
 
     def cumulative_sum(self, x: Tensor) -> Tensor:
-        """Running sums along the whole sequence, of which ``x [B, n]`` is this rank's part; the same part of them."""
+        """This rank's part of the running sums along the whole sequence, given its part ``x [B, n]``."""
         own = self.split(x.shape[1] * self.ranks)
         pieces = x.split([segment.length for segment in own.segments(self.rank)], dim=1)
         totals = all_parts(torch.stack([piece.sum(1) for piece in pieces], 1), self.mesh)  # [B, segments] each

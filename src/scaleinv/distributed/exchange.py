@@ -21,7 +21,7 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
     waited: float = 0.0
-    """Seconds spent waiting for messages, which computation did not hide. (On a GPU the stream waits, not we.)"""
+    """Seconds spent waiting for messages that computation did not hide. (On a GPU the stream waits, not the host.)"""
 
 
 _traffic: contextvars.ContextVar[Traffic | None] = contextvars.ContextVar("traffic", default=None)
@@ -45,7 +45,7 @@ def counted() -> Iterator[Traffic]:
 
 
 class Exchange:
-    """Sends to one rank and receives from another; `wait` returns what came. Made by every rank at the same moment."""
+    """Sends to one rank and receives from another; `wait` returns what came. All ranks make it at the same point."""
 
     def __init__(self, mesh: DeviceMesh, tag: int, traffic: Traffic | None = None) -> None:
         self.mesh, self.tag = mesh, tag
@@ -62,21 +62,21 @@ class Exchange:
             self.traffic.bytes += x.numel() * x.element_size()
 
     def receive(self, like: Tensor, elements: int, source: int) -> None:
-        """Add a message of so many elements from rank ``source``, with the dtype and device of ``like``."""
+        """Expect a message from rank ``source`` of this many elements, with the dtype and device of ``like``."""
         self.received = like.new_empty(elements)
         self.operations.append(
             dist.P2POp(dist.irecv, self.received, group=self.mesh.get_group(), group_peer=source, tag=self.tag)
         )
 
     def start(self) -> Exchange:
-        """Put the messages on their way."""
+        """Start sending and receiving the messages."""
         if self.operations:
             with _explained(self.mesh):
                 self.requests = dist.batch_isend_irecv(self.operations)
         return self
 
     def wait(self) -> Tensor | None:
-        """Wait until all is sent and received; the received message, flat."""
+        """Wait until all is sent and received; returns the received message, flat."""
         began = time.monotonic()
         with _explained(self.mesh):
             for request in self.requests:
@@ -93,7 +93,7 @@ def current_traffic() -> Traffic | None:
 
 
 def check_agreement(mesh: DeviceMesh, values: dict[str, int], device: torch.device) -> None:
-    """ValueError on every rank, naming what differs, unless all ranks of the mesh call with the same values."""
+    """Raise ValueError on every rank, naming what differs, unless all ranks of the mesh pass the same values."""
     if mesh.size() == 1:
         return
     own = torch.tensor(list(values.values()), dtype=torch.int64, device=device)
@@ -109,7 +109,7 @@ def check_agreement(mesh: DeviceMesh, values: dict[str, int], device: torch.devi
 
 @contextlib.contextmanager
 def _explained(mesh: DeviceMesh) -> Iterator[None]:
-    """What the network library raises, as one line that says what happened."""
+    """Turn the network library's errors into one line that says what happened."""
     try:
         yield
     except RuntimeError as error:

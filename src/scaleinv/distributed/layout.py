@@ -60,7 +60,7 @@ class Split:
         return self.length // self.ranks
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The runs of positions that a rank holds, in the order in which it holds them; none is empty."""
+        """The runs of positions that a rank holds, in its order; none is empty."""
         if self.layout == "contiguous":
             runs = [Segment(rank * self.part, self.part)]
         else:

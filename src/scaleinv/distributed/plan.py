@@ -23,8 +23,8 @@ class Plan:
     Args:
         split: who holds which positions.
         causal, window: as in `scaleinv.attention`.
-        document_ids: of the whole sequence, ``[B, N]``; None where there is one document.
-        key_mask: of the whole sequence, ``[B, N]``; None where every key is visible.
+        document_ids: of the whole sequence, ``[B, N]``; None if there is only one document.
+        key_mask: of the whole sequence, ``[B, N]``; None if every key is visible.
     """
 
     split: Split
@@ -34,11 +34,11 @@ class Plan:
     key_mask: Tensor | None = None
 
     def geometry(self, query: Segment, key: Segment) -> Geometry:
-        """Where the queries and keys of a block stand to each other."""
+        """The relative positions of a block's queries and keys."""
         return Geometry.of(query.length, key.length, query.start - key.start, self.causal, self.window)
 
     def sees(self, query: Segment, key: Segment) -> bool:
-        """Does any query of the one segment see a key of the other?"""
+        """Whether any query of one segment sees a key of the other."""
         low, high = self.geometry(query, key).key_range()
         return low < high and self._share(query, Segment(key.start + low, high - low))
 
@@ -57,7 +57,7 @@ class Plan:
         return total
 
     def _share(self, query: Segment, key: Segment) -> bool:
-        """Is there a document with a query in the one segment and a visible key in the other?"""
+        """Whether some document has a query in one segment and a visible key in the other."""
         if self.document_ids is None and self.key_mask is None:
             return True
         reached, kept = slice(query.start, query.stop), slice(key.start, key.stop)

@@ -22,7 +22,7 @@ from scaleinv.ops.call import DiagonalCall
 from scaleinv.ops.operator import block_backward, block_forward, row_delta
 
 PASSING, RETURNING = 0, 1
-"""Tags of messages: keys and values on their way out, gradients on their way home."""
+"""Tags of messages: keys and values on their way out, gradients on their way back to their owner."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of a segment, or their gradients."""
@@ -55,7 +55,7 @@ class Ring:
         return {segment: (key[:, :, rows], value[:, :, rows]) for segment, rows in self.own()}
 
     def pass_on(self, step: int, held: dict[Segment, Pair]) -> Exchange:
-        """Start step ``step`` of the ring: send to the rank so many places on, receive from the one as far back."""
+        """Start step ``step`` of the ring: send that many ranks ahead, receive from as many behind."""
         exchange = Exchange(self.mesh, 2 * step + PASSING, self.traffic)
         to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
         key, value = next(iter(held.values()))
@@ -72,7 +72,7 @@ class Ring:
         return exchange.start()
 
     def visits(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, dict[Segment, Pair]]]:
-        """Every step's keys and values by segment, this rank's own first; the next ones are in flight meanwhile."""
+        """Each step's keys and values by segment, this rank's own first, while the next ones are in flight."""
         held = self.local(key, value)
         coming = self.pass_on(1, held) if self.size > 1 else None
         yield 0, held
@@ -144,7 +144,7 @@ class RingAttention(torch.autograd.Function):
         delta = row_delta(grad_out, grad_lse, out, lse)
         grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=compute_dtype(x)) for x in (query, key, value))
         grad_gain, grad_shift = (torch.zeros_like(x) if table_grads else None for x in (gain, shift))
-        home = ring.local(grad_key, grad_value)  # views: what arrives is added in place
+        home = ring.local(grad_key, grad_value)  # views: arriving gradients are added in place
         returning: tuple[int, Exchange] | None = None
         for step, visiting in ring.visits(key, value):
             grads = home if step == 0 else {s: (_zeros(k), _zeros(v)) for s, (k, v) in visiting.items()}
@@ -179,7 +179,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Take a block of keys in, in place. Where neither side saw a key, both stay as they are: 0 and -inf."""
+    """Merge a block of keys in place. A query that has seen no key yet stays as it is: 0 and -inf."""
     total = torch.logaddexp(lse, block_lse)
     finite = total.masked_fill(total == -torch.inf, 0)
     out.mul_((lse - finite).exp()[..., None]).add_(block_out * (block_lse - finite).exp()[..., None])

@@ -1,4 +1,4 @@
-"""What a decoding step needs of the past: keys and values of each layer, or Infini-attention's memory."""
+"""What a decoding step needs from the past: keys and values of each layer, or Infini-attention's memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class KVCache:
     """Keys and values of every layer.
 
     Args:
-        capacity: tokens to make room for at once; a longer text is an error. None grows as needed, by doubling.
-        context_length: for NTK and YaRN, the length to stretch the rotary for from the start: prompt and all that is
-            to be generated. Without it the rotary follows the length reached so far, and each time it changes the past
-            is computed anew, because keys that carry an old rotation would be wrong.
+        capacity: tokens to allocate room for at once; a longer text is an error. None grows as needed, by doubling.
+        context_length: for NTK and YaRN, the length to stretch the rotary for from the start: the prompt and all that
+            will be generated. Without it the rotary follows the length reached so far. Each time it changes, the past
+            is recomputed, because keys with an old rotation would be wrong.
     """
 
     def __init__(self, capacity: int | None = None, context_length: int | None = None) -> None:
@@ -42,17 +42,17 @@ class KVCache:
         self.length = 0
         """Tokens that every layer holds."""
         self.tokens: Tensor | None = None
-        """The text so far, kept where its past may have to be computed anew."""
+        """The text so far, kept if its past may have to be recomputed."""
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.infini: dict[int, InfiniState] = {}
 
     def reset(self) -> None:
-        """Forget the text; room already made is kept."""
+        """Forget the text, but keep the memory already allocated."""
         self.length, self.tokens = 0, None
         self.infini.clear()
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values ``[B, H, n, D]`` behind `length`; returns all of the layer's so far."""
+        """Append keys and values ``[B, H, n, D]``; returns all of the layer's so far."""
         stop = self.length + key.shape[2]
         if self.capacity is not None and stop > self.capacity:
             raise ValueError(f"capacity of the cache is {self.capacity} tokens, but the text has reached {stop}")
@@ -79,7 +79,7 @@ class KVCache:
         key_mask: Tensor | None,
         backend: str,
     ) -> Tensor:
-        """Attention of new tokens ``[B, H, n, D]`` to the layer's past and to themselves, which are added to it."""
+        """Append new tokens ``[B, H, n, D]`` to the layer's past; returns their attention to all of it."""
         start = self.length
         key, value = self.extend(layer, key, value)
         return attention(query, key, value, logits, query_offset=start, key_mask=key_mask, backend=backend)
@@ -99,14 +99,14 @@ class CertifiedKVCache(KVCache):
     """
 
     CHUNK = 64
-    """Up to so many new tokens at once are certified; a longer piece, a prompt, gets exact attention."""
+    """At most this many new tokens at once are certified; a longer piece, such as a prompt, gets exact attention."""
 
     def __init__(self, tolerance: float, context_length: int | None = None) -> None:
         super().__init__(context_length=context_length)
         self.tolerance = tolerance
         self.certified: dict[int, CertifiedCache] = {}
         self.certificates: dict[int, Certificate] = {}
-        """Of each layer's last step."""
+        """The certificate of each layer's last step."""
 
     def reset(self) -> None:
         super().reset()
@@ -133,7 +133,7 @@ class CertifiedKVCache(KVCache):
         return attention(query, key, value, logits, query_offset=self.length, key_mask=key_mask, backend=backend)
 
     def fork(self, rows: Tensor, length: int) -> CertifiedKVCache:
-        """A cache of its own for some rows of the batch and the first ``length`` tokens."""
+        """A separate cache for some rows of the batch and the first ``length`` tokens."""
         past = CertifiedKVCache(self.tolerance, self.context_length)
         past.length = length
         for layer, held in self.certified.items():

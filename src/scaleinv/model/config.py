@@ -17,11 +17,15 @@ class GPTConfig:
     width: int = setting(128, "channels of the residual stream", group="model", least=1, most=2**20)
     heads: int = setting(2, "attention heads; they share the width", group="model", least=1, most=2**16)
     vocab_size: int = setting(
-        257, "tokens in the vocabulary; up to 257, the data's own number", group="model", least=1, most=2**24
+        257, "tokens in the vocabulary; at 257 or less, the data's own number", group="model", least=1, most=2**24
     )
     method: str = setting("scale-invariant-p-rope", "a method's name, see `scaleinv methods`", group="model")
     train_length: int = setting(
-        512, "tokens in a training sequence; p-RoPE's base, NTK and YaRN follow it", group="model", least=1, most=2**31
+        512,
+        "tokens per training sequence; p-RoPE's base, NTK and YaRN depend on it",
+        group="model",
+        least=1,
+        most=2**31,
     )
     tau: float = setting(TAU, "lengthscale of the scale-invariant methods, in tokens", group="model", above=0)
     learnable_tau: bool = setting(False, "learn a lengthscale for each head, starting at tau", group="model")

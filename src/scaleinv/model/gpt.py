@@ -22,7 +22,7 @@ LOSS_CHUNK = 1 << 25
 
 
 class GPT(nn.Module):
-    """A decoder with any row of `scaleinv.methods` for its attention.
+    """A decoder whose attention is any of `scaleinv.methods`.
 
     >>> model = GPT(GPTConfig(layers=1, width=32, heads=2, vocab_size=100, train_length=64))
     >>> model(torch.zeros(1, 10, dtype=torch.long)).shape
@@ -35,7 +35,7 @@ class GPT(nn.Module):
         self.backend = "auto"
         """Attention backend, as in `scaleinv.attention`."""
         self.context: Context | None = None
-        """Ranks that share each sequence: every rank then runs its part of it (context parallelism)."""
+        """Ranks that share each sequence, each running its own part (context parallelism)."""
         self.method = config.sized_method().encoding
         """The method's name and rotary. Each layer has a logit transform of its own: ``blocks[i].attention.logits``."""
         self.embedding = nn.Embedding(config.vocab_size, config.width)
@@ -55,7 +55,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits ``[B, N, vocabulary]`` for tokens ``[B, N]``; with targets ``[B, N]``, the loss of each in nats.
 
-        The other arguments are those of `hidden`. Losses ``[B, N]`` are float32, and logits are held a chunk at a time.
+        The other arguments are those of `hidden`. Losses ``[B, N]`` are float32 and never need all logits at once.
         """
         hidden = self.hidden(
             tokens, cache=cache, document_ids=document_ids, key_mask=key_mask, context_length=context_length
@@ -75,7 +75,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: ids ``[B, N]``; with a cache, those that follow what it holds.
-            cache: the past; it is extended by these tokens.
+            cache: the past; these tokens are added to it.
             document_ids: ``[B, N]``, for packed documents that must not see each other; not with a cache.
             key_mask: bool ``[B, N]``, over the cache's past too: False for padding.
             context_length: for NTK and YaRN, the length to stretch the rotary for; None for the text's own.
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def use_method(self, name: str) -> None:
-        """Switch to another row that uses the same trained model: "rope" to "rope+ntk" or "yarn", and back."""
+        """Switch to another method that uses the same trained model: "rope" to "rope+ntk" or "yarn", and back."""
         own = trained_as(self.config.method)
         if trained_as(name) != own:
             raise ValueError(f"a model trained as {own!r} cannot serve as {name!r}")
@@ -125,7 +125,7 @@ class GPT(nn.Module):
         self.method = self.config.sized_method().encoding
 
     def _with_past(self, tokens: Tensor, cache: KVCache, context_length: int | None) -> Tensor:
-        """The tokens to run: these, or the whole text where NTK or YaRN must turn the past anew."""
+        """The tokens to run: these, or the whole text if NTK or YaRN must rotate the past again."""
         if self.method.stretch is None:
             return tokens
         if context_length is not None and cache.length == 0:

@@ -35,7 +35,7 @@ def infini_attention(
     state: InfiniState,
     backend: str = "auto",
 ) -> tuple[Tensor, InfiniState]:
-    """Output ``[B, H, N, D]`` and the state after the last token. Any split of a text into calls gives the same."""
+    """Output ``[B, H, N, D]`` and the state after the last token, however a text is split into calls."""
     share = torch.sigmoid(gate)[:, None, None]
     outputs = []
     start = 0

@@ -68,10 +68,10 @@ def attention(
         key: ``[B, KV, Nk, D]``; KV divides H, and query head h reads key head ``h // (H / KV)`` (GQA).
         value: ``[B, KV, Nk, Dv]``.
         logits: the logit transform; None for ``ScaleInvariant()``.
-        causal: a query sees keys at its own position and before; else in both directions, with t = \\|i - j\\|.
+        causal: a query sees keys at and before its own position; False sees both directions, with t = \\|i - j\\|.
         window: only keys at distances t < window.
-        document_ids: integers ``[B, Nk]``, one for each key (queries have those of their positions): packed documents
-            do not see each other.
+        document_ids: integers ``[B, Nk]``, one per key (a query has that of its position): packed documents do not see
+            each other.
         key_mask: bool ``[B, Nk]``, True for visible keys; hidden ones (padding, empty cache slots) may hold anything.
         query_offset: query i stands at ``query_offset + i``, key j at j; None for ``Nk - Nq``, which is right for
             decoding and chunked prefill with a cache that holds just the past.
@@ -121,9 +121,9 @@ def which_backend(
     return_lse: bool = False,
     detail: bool = False,
 ) -> str:
-    """The backend that `attention` runs for the same call: "triton", "flex", "blocked" …; raises where it would.
+    """The backend that `attention` would run for the same call; raises if `attention` would.
 
-    ``detail=True`` tells the blocked algorithm's two forms apart: "blocked-native" (the C kernel), "blocked-torch".
+    ``detail=True`` distinguishes the blocked algorithm's two forms: "blocked-native" (the C kernel), "blocked-torch".
     """
     call = checked(
         query,

@@ -21,18 +21,18 @@ BLOCK = 128
 """Queries in a block: the fastest of 64, 128, 256 on a CPU with 512 KiB of L2."""
 
 MAX_SCORES = 1 << 25
-"""Scores held at once; longer contexts take fewer queries at a time."""
+"""Scores held at once: in longer contexts, fewer queries are taken at a time."""
 
 
 def obstacle(call: Call) -> None:
-    """Nothing stands in its way: any device, any dtype, any mask."""
+    """Always None: it takes any device, any dtype, any mask."""
     return None
 
 
 def forward(call: DiagonalCall) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, Nq, Dv]`` and logsumexp ``[B, H, Nq]``, both in float32 at least.
 
-    The output is for the caller to round: the backward needs it whole, or the gradients of the tables lose digits.
+    The caller rounds the output: the backward needs it unrounded, or the gradients of the tables lose digits.
     """
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     q, k, v = _prepared(call)
@@ -97,7 +97,7 @@ def _prepared(call: DiagonalCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _blocks(geometry: Geometry, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, each with the keys that it sees; a block that sees none is left out."""
+    """Blocks of queries, each with the keys that it sees; blocks that see none are left out."""
     size = max(1, min(BLOCK, MAX_SCORES // max(1, heads * geometry.keys)))
     for start in range(0, geometry.queries, size):
         stop = min(start + size, geometry.queries)
@@ -184,7 +184,7 @@ def _tables(call: DiagonalCall, rows: slice, keys: slice) -> tuple[Tensor, Tenso
 
 
 def _masks(call: DiagonalCall, rows: slice, keys: slice) -> Iterator[Tensor]:
-    """What hides a pair beside its distance, True where it does: ``[B, 1, 1, rows or 1, keys]``."""
+    """Pairs hidden for other reasons than their distance, True if hidden: ``[B, 1, 1, rows or 1, keys]``."""
     if call.document_ids is not None and call.query_documents is not None:
         own = call.query_documents[:, rows].flip(1)
         yield (own[:, :, None] != call.document_ids[:, None, keys])[:, None, None]

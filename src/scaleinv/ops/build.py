@@ -1,8 +1,8 @@
 """C sources compiled on demand and kept in a cache that only this user can write to.
 
-Building takes a few seconds, once for each machine: the library has a name made from the source, the compiler and the
-CPU. It is loaded only if folder and file are ours alone and its hash is the one noted when it was built; otherwise it
-is built again. If the cache cannot be used, the system's temporary folder holds a private one.
+Building takes a few seconds, once per machine: the library's name is made from the source, the compiler and the CPU.
+It is loaded only if nobody else can write to its folder and file, and its hash is the one noted when it was built;
+otherwise it is built again. If the cache cannot be used, a private folder in the system's temporary one replaces it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 
 
 def build(source: Path, load: Callable[[Path], Library], flags: tuple[str, ...] | None = None) -> Library | str:
-    """What ``load`` makes of the library of a C source, compiled unless the cache has it; or why there is none.
+    """What ``load`` returns for a C source's library, compiled unless it is in the cache; or why there is none.
 
     Warns if there is none. None for ``flags`` means `FLAGS`.
     """
@@ -40,10 +40,10 @@ def build(source: Path, load: Callable[[Path], Library], flags: tuple[str, ...] 
         return load(_library(_compiler(), source, FLAGS if flags is None else flags))
     except _NoCompiler as error:
         reason = str(error)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: text that is none
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # ValueError: output that is not text
         detail = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
         reason = f"the C kernel could not be built: {detail or error}"
-    logger.warning("%s; slower code in Python takes its place", reason)
+    logger.warning("%s; using slower Python code instead", reason)
     return reason
 
 
@@ -57,7 +57,7 @@ def _compiler() -> list[str]:
     try:
         commands = [shlex.split(wanted)] if wanted else [["cc"], ["gcc"], ["clang"]]
     except ValueError as error:
-        raise _NoCompiler(f"no C compiler found (CC={wanted} is no command: {error})") from None
+        raise _NoCompiler(f"no C compiler found (CC={wanted} is not a command: {error})") from None
     found = next((command for command in commands if command and shutil.which(command[0])), None)
     if found is None:
         raise _NoCompiler(f"no C compiler found ({f'CC={wanted}' if wanted else 'cc, gcc or clang'})")
@@ -65,14 +65,14 @@ def _compiler() -> list[str]:
 
 
 def _library(compiler: list[str], source: Path, flags: tuple[str, ...]) -> Path:
-    """The library's path; compiles it unless the cache has it unharmed."""
+    """The library's path; compiles it unless the cache holds it undamaged."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     identity = "\n".join([source.read_text(encoding="utf-8"), version, platform.machine(), _cpu(), *flags])
     name = f"{source.parent.name}-{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     path = private_folder() / name
     if not _unharmed(path):
         logger.info("building %s with %s (once, a few seconds)", source.name, compiler[0])
-        with files.replacing(path) as temporary:  # another process may build it meanwhile: either is good
+        with files.replacing(path) as temporary:  # another process may build it at the same time: either result is good
             command = [*compiler, *flags, "-o", str(temporary), str(source), "-lm"]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
             temporary.chmod(0o700)
@@ -83,7 +83,7 @@ def _library(compiler: list[str], source: Path, flags: tuple[str, ...]) -> Path:
 
 
 def _unharmed(path: Path) -> bool:
-    """Whether a library and the note of its hash are there, ours alone, and agree."""
+    """Whether a library and the note of its hash exist, are writable only by us, and agree."""
     try:
         ours = all(_ours_alone(x.lstat()) and stat.S_ISREG(x.lstat().st_mode) for x in (path, _note(path)))
         return ours and _note(path).read_bytes() == _hash(path).encode()
@@ -121,7 +121,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """A folder that is ours alone, and that nobody can put another one in the place of."""
+    """A folder that only we can write to, and that nobody else can replace by another."""
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode) or not _ours_alone(info):
         return False
@@ -138,11 +138,11 @@ def _ours_alone(info: os.stat_result) -> bool:
 
 
 def _user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else 0  # Windows has owners of another kind, and says 0
+    return os.getuid() if hasattr(os, "getuid") else 0  # Windows has a different kind of owner and reports 0
 
 
 def _cpu() -> str:
-    """What tells CPUs apart that share a home folder: the instruction sets."""
+    """What distinguishes CPUs that share a home folder: the instruction sets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

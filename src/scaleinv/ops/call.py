@@ -46,13 +46,13 @@ class Call:
     document_ids: Tensor | None = None
     key_mask: Tensor | None = None
     query_gain: Tensor | None = None
-    """c in float32 at least, not yet multiplied into the query; None where it is 1."""
+    """c in at least float32, not yet multiplied into the query; None where it is 1."""
     return_lse: bool = False
-    """Whether the caller reads the logsumexp; a backend that has it at hand may always return it."""
+    """Whether the caller needs the logsumexp; a backend may return it anyway."""
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.query.device
 
     @property
@@ -67,7 +67,7 @@ class Call:
         return torch.is_grad_enabled() and any(x.requires_grad for x in held)
 
     def folded(self) -> Call:
-        """The same call with c multiplied into the query, and without the keys that no query sees."""
+        """The same call with c multiplied into the query and without the keys that no query sees."""
         low, high = self.geometry.key_range()
         whole = self.document_ids is not None or (low == 0 and high == self.geometry.keys)
         if self.query_gain is None and whole:
@@ -97,8 +97,8 @@ class DiagonalCall:
     """A call whose logit transform has become tables: what the blocked kernels compute.
 
     Entry x of ``gain`` and ``shift`` holds distance ``geometry.last - x``, so query i reads entries ``Nq - 1 - i + j``.
-    Hidden diagonals hold gain 0 and shift -inf. The geometry's offset may be any integer: one part of the keys of a
-    longer sequence is a call of its own.
+    Hidden diagonals hold gain 0 and shift -inf. The geometry's offset may be any integer, so that a part of the keys of
+    a longer sequence can be a separate call.
     """
 
     query: Tensor
@@ -111,11 +111,11 @@ class DiagonalCall:
     scale: float
     geometry: Geometry
     query_ids: Tensor | None = None
-    """Documents of the queries ``[B, Nq]`` where they do not stand among these keys; None where they do."""
+    """Documents of the queries ``[B, Nq]`` if their positions are not among these keys; None if they are."""
 
     @property
     def query_documents(self) -> Tensor | None:
-        """The document of each query, ``[B, Nq]``; None where there is one document."""
+        """The document of each query, ``[B, Nq]``; None if there is only one document."""
         if self.query_ids is not None or self.document_ids is None:
             return self.query_ids
         return query_documents(self.document_ids, self.geometry.offset, self.geometry.queries)
@@ -242,7 +242,7 @@ def _is_int(value: object) -> bool:
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if torch.compiler.is_compiling() and isinstance(scale, float):  # maybe a symbol, of which nothing can be asked
+    if torch.compiler.is_compiling() and isinstance(scale, float):  # it may be a symbol without a value
         return scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")

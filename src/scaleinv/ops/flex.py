@@ -1,7 +1,7 @@
 """FlexAttention: one fused kernel on CUDA, from torch's own compiler.
 
-On CPU torch offers only the forward, without the logsumexp, and only head dimensions from 32 up come out right: there
-it is an oracle for tests, not a way to train.
+On CPU, torch offers only the forward, without the logsumexp, and only head dimensions of 32 or more come out right.
+There it serves as an oracle for tests, not for training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def obstacle(call: Call) -> str | None:
     if not call.query.numel() or not call.value.numel():
         return "FlexAttention does not take empty tensors"
     if device == "cuda":
-        return "FlexAttention takes head dimensions from 16 up" if head_dim < 16 else None
+        return "FlexAttention needs a head dimension of at least 16" if head_dim < 16 else None
     if device != "cpu":
         return f"FlexAttention does not run on {device}"
     if call.needs_grad:
@@ -41,10 +41,10 @@ def obstacle(call: Call) -> str | None:
 
 
 def run(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Output ``[B, H, Nq, Dv]`` and, where asked for, logsumexp ``[B, H, Nq]``.
+    """Output ``[B, H, Nq, Dv]`` and, if asked for, logsumexp ``[B, H, Nq]``.
 
-    Keys that no query sees stay: FlexAttention compiles for a shape, and is better off with the mask. c stays out of
-    the query, so that query, key and value keep one dtype.
+    Keys that no query sees stay, because FlexAttention compiles for each shape and the mask skips them anyway. c stays
+    out of the query, so that query, key and value keep one dtype.
     """
     key, value = call.key, call.value
     if call.key_mask is not None:  # 0 x NaN is NaN: an empty cache slot must not be multiplied at all
@@ -69,7 +69,7 @@ def score_mod(call: Call) -> Callable[..., Tensor]:
     geometry, c = call.geometry, call.query_gain
     start, stop = geometry.table_range()
     a, m = call.logits.table_range(start, stop, dtype=torch.float32, device=call.device)
-    # Tensors: a new value does not compile anew.
+    # As tensors, so that a new value needs no new compilation.
     offset, least, last = torch.tensor([geometry.offset, start, stop - start - 1], device=call.device).unbind()
     many_a, many_m = a.shape[0] > 1, m.shape[0] > 1
     batched = c is not None and c.shape[0] > 1
@@ -123,7 +123,7 @@ def _block_mask(
             device=device,
         )
 
-    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):  # the latter do not tell of writes
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):  # inference tensors do not count writes
         return make()
     return _masks.get((geometry, device, document_ids is not None), tensors, make)
 

@@ -19,7 +19,7 @@ def tame(*tensors: Tensor) -> bool:
 
 def _tame(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type == "meta" or not x.numel():
-        return True  # there is nothing to ask
+        return True  # there is nothing to check
     limit = torch.finfo(x.dtype).max ** 0.4  # with NaN, no comparison holds
     low, high = torch.aminmax(x.detach())
     return bool((low >= -limit) & (high <= limit))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from scaleinv.logits import LogitTransform
 
 FAR = 1 << 60
-"""A distance that nothing reaches."""
+"""A distance larger than any that occurs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Geometry:
 
     @property
     def hides(self) -> bool:
-        """Is any pair hidden by its distance?"""
+        """Whether any pair is hidden by its distance."""
         return self.first < self.min_distance or self.last > self.max_distance
 
     def key_range(self) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class Geometry:
         start, stop = self.table_range()
         tables = logits.table_range(start, stop, dtype=dtype, device=device)
         gain, shift = torch.broadcast_tensors(*tables)
-        if 0 <= self.first <= self.last and not self.hides:  # a decoding step: every diagonal is there once
+        if 0 <= self.first <= self.last and not self.hides:  # a decoding step: every diagonal occurs once
             return gain.flip(1).contiguous(), shift.flip(1).contiguous()
         distance = self.last - torch.arange(max(self.queries + self.keys - 1, 0), device=device)
         index = (distance.abs() - start).clamp(0, stop - start - 1)

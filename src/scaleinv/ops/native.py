@@ -21,7 +21,7 @@ from scaleinv.ops.masks import query_documents
 
 SOURCE = Path(__file__).with_name("kernel.c")
 DECODE_ROWS = 16
-"""Up to so many queries for each key head, keys are read in place: packing them would cost more."""
+"""With at most this many queries per key head, keys are read in place: packing them would cost more."""
 
 
 class _Matrix(ctypes.Structure):
@@ -81,7 +81,7 @@ class Kernel:
 
 @functools.cache
 def load() -> Kernel | str:
-    """The kernel, built if need be; or why there is none."""
+    """The kernel, built if necessary; or why there is none."""
     return build(SOURCE, Kernel)
 
 
@@ -164,7 +164,7 @@ def _up(n: int, to: int) -> int:
 
 
 def _float(x: Tensor) -> Tensor:
-    x = x if x.dtype == torch.float32 else x.to(torch.float32)  # a decoding step feels every call
+    x = x if x.dtype == torch.float32 else x.to(torch.float32)  # in a decoding step every call counts
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -173,7 +173,7 @@ def _matrix(x: Tensor) -> _Matrix:
 
 
 def _given(call: DiagonalCall) -> DiagonalCall:
-    """The call in float32, with contiguous channels: whoever holds it keeps the memory that the kernel reads."""
+    """The call in float32, with contiguous channels. It owns the memory that the kernel reads, so keep it alive."""
     return DiagonalCall(
         _float(call.query),
         _float(call.key),
@@ -215,7 +215,7 @@ def _arguments(call: DiagonalCall, segments: tuple[Tensor, Tensor] | None, lse: 
 
 
 def _segments(call: DiagonalCall) -> tuple[Tensor, Tensor] | None:
-    """Documents of queries and keys as small non-negative int32, -1 for a key that is masked or out of every reach."""
+    """Documents of queries and keys as small non-negative int32, -1 for a key that is masked or that no query sees."""
     geometry, key_mask = call.geometry, call.key_mask
     if call.document_ids is not None:
         queries, keys = _numbered(call)

@@ -5,7 +5,7 @@ An engine computes a `DiagonalCall`: `scaleinv.ops.blocked` in torch, `scaleinv.
     forward(call) -> (out, lse)                                      both in ``call.compute_dtype``
     backward(call, grad_out, lse, delta, table_grads) -> Gradients
 
-`engine` registers such a pair and gives back the ``run`` of a backend. This file is the one place where a call is
+`engine` registers such a pair and returns the ``run`` of a backend. This file is the only place where a call is
 flattened into the arguments of an operator.
 """
 
@@ -26,7 +26,7 @@ from scaleinv.ops.precision import no_autocast
 class Gradients(NamedTuple):
     """Gradients of a call's tensors, in their shapes; those of the tables are empty unless asked for.
 
-    An engine gives them in ``call.compute_dtype``, so that parts add up without a loss.
+    An engine gives them in ``call.compute_dtype``, so that parts add up without loss.
     """
 
     query: Tensor
@@ -62,7 +62,7 @@ ENGINES: dict[str, Engine] = {}
 
 
 def engine(name: str, forward: Forward, backward: Backward) -> Callable[[Call], tuple[Tensor, Tensor]]:
-    """Register an engine; the function that serves a `Call` with it, gradients and compiler included."""
+    """Register an engine; returns the function that runs a `Call` with it, gradients and compiler included."""
     ENGINES[name] = Engine(forward, backward)
 
     def run(call: Call) -> tuple[Tensor, Tensor]:
@@ -75,8 +75,8 @@ def engine(name: str, forward: Forward, backward: Backward) -> Callable[[Call], 
 def attend(name: str, call: DiagonalCall) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by an engine, differentiable in query, key, value and both tables.
 
-    Where neither gradients nor a compiler need the registered operator, this calls the engine directly: that saves some
-    60 µs, which a decoding step on a short cache would feel.
+    If neither gradients nor a compiler need the registered operator, this calls the engine directly. That saves about
+    60 µs, which matters for a decoding step on a short cache.
     """
     if call.needs_grad or torch.compiler.is_compiling() or type(call.query) not in (Tensor, torch.nn.Parameter):
         return blocked_forward(name, *_Flat.of(call))
@@ -91,7 +91,7 @@ def block_forward(name: str, call: DiagonalCall) -> tuple[Tensor, Tensor]:
 
         lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) · out_1 + exp(lse_2 - lse) · out_2
 
-    Only take care of queries that neither part sees: there all logsumexp are -inf.
+    Take care of queries that see no key in either part: there all logsumexp are -inf.
     """
     with torch.no_grad(), no_autocast(call.query.device):
         return ENGINES[name].forward(call)
@@ -119,7 +119,7 @@ def block_backward(
 def row_delta(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """``Σ grad_out · out - grad_lse`` for each query: what a row's gradients have in common, ``[B, H, Nq]``.
 
-    All four belong to the whole softmax. 0 for a query that sees no key: whatever comes back there means nothing.
+    All four belong to the whole softmax. It is 0 for a query that sees no key, whose gradient means nothing.
     """
     with no_autocast(out.device):
         delta = torch.linalg.vecdot(grad_out.to(out.dtype), out) - grad_lse

@@ -1,4 +1,4 @@
-"""`torch.autocast`: which of our inputs it casts, and that it reaches no further."""
+"""`torch.autocast`: it casts our inputs, but does not reach inside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under `torch.autocast`, what it would do for scaled_dot_product_attention: one lower dtype for all."""
+    """The tensors as `torch.autocast` would cast them for scaled_dot_product_attention: one lower dtype for all."""
     if not all(isinstance(x, Tensor) for x in tensors) or not _active(tensors[0].device):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
@@ -17,7 +17,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, autocast is off: logits and sums stay in float32, matrix products included."""
+    """A context with autocast off: logits and sums stay in float32, matrix products included."""
     return torch.autocast(device.type, enabled=False) if _active(device) else contextlib.nullcontext()
 
 

@@ -12,7 +12,7 @@ from scaleinv.ops.precision import no_autocast
 
 
 def obstacle(call: Call) -> None:
-    """Nothing stands in its way but memory."""
+    """Always None: only memory limits it."""
     return None
 
 

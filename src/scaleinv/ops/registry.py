@@ -34,11 +34,11 @@ class Backend:
     name: str
     module: Module
     family: str | None = None
-    """A name for several backends: asking for it takes the first of them that can serve the call."""
+    """A name that several backends share: asking for it takes the first of them that can serve the call."""
     auto_on: tuple[str, ...] | None = None
-    """Types of device on which `auto` may take it; None for all."""
+    """Types of device on which `auto` may choose it; None for all."""
     proven: bool = False
-    """Whether `auto` takes it only after it has agreed with the reference on this machine."""
+    """Whether `auto` chooses it only after it has agreed with the reference on this machine."""
 
     def answers_to(self, name: str, device: str) -> bool:
         """Whether a request for ``name`` on that type of device may be served by this backend."""
@@ -73,7 +73,7 @@ def choose(name: str, call: Call, among: Container[str] | None = None) -> Backen
     for backend in BACKENDS:
         if backend.answers_to(name, call.device.type):
             if among is not None and backend.name not in among:
-                obstacles.append(f"{backend.name} cannot take part of a sequence")
+                obstacles.append(f"{backend.name} cannot compute part of a sequence")
                 continue
             obstacle = backend.module.obstacle(call)
             if obstacle is None and name == "auto" and backend.proven:
