@@ -1,16 +1,20 @@
 """Certified decoding in a trained model: what it changes in the loss, what it reads, and how fast a step is.
 
     python benchmarks/decoding_model.py runs/si --lengths 1x,4x,16x --steps-at 8192,65536
+    scaleinv needle runs/si --lengths 1x --samples 1 --out runs/needle      # fine-tunes a model to answer
+    python benchmarks/decoding_model.py runs/needle/needle/models/scale-invariant-p-rope-seed0 --needles 50
 
 The loss is that of the same held-out windows, read token by token (teacher-forced) with exact and with certified
 attention. Beside its change stands what the certificates allow to first order: the sum over layers, heads and positions
 of an output's certified error times the norm of the loss's gradient there. Writes results/decode/model.json and
-model.png.
+model.png. With --needles, a fine-tuned model answers instead, with exact and with certified attention: needle.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -23,10 +27,14 @@ from torch.nn import functional as F
 
 import scaleinv
 from scaleinv.eval.certified import CertifiedReader
+from scaleinv.eval.needle import default_task
+from scaleinv.eval.needle_decode import read_samples
+from scaleinv.eval.needle_task import make_sample
 from scaleinv.files import write_json
 from scaleinv.lengths import parse
 from scaleinv.machine import cpu_name
 from scaleinv.model import GPT, CertifiedKVCache
+from scaleinv.train.config import TrainConfig
 from scaleinv.train.store import load_model, run_corpus
 
 
@@ -37,6 +45,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4, help="windows at each length")
     parser.add_argument("--tolerances", default="0.01,0.001")
     parser.add_argument("--steps-at", default="8192,65536", help="keys at which a decoding step is timed")
+    parser.add_argument("--needles", type=int, help="ask so many haystacks at each length, and do nothing else")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("results/decode"))
     options = parser.parse_args()
@@ -45,6 +54,10 @@ def main() -> None:
     model.eval()
     data = run_corpus(config).val
     tolerances = [float(text) for text in options.tolerances.split(",")]
+    if options.needles:
+        answers = ask(model, config, parse(options.lengths, config.model.train_length), options.needles, tolerances)
+        write_json(options.out / "needle.json", {"method": config.model.method, "answers": answers})
+        return
     losses = []
     for label, length in parse(options.lengths, config.model.train_length).items():
         count = min(options.windows, (data.total - 1) // length)
@@ -56,12 +69,32 @@ def main() -> None:
     steps = []
     for keys in (int(text) for text in options.steps_at.split(",") if text):
         text = torch.from_numpy(data.read(0, keys).astype("int64"))[None]
-        for tolerance in tolerances:
-            steps += step_times(model, text, tolerance)
+        steps += step_times(model, text, tolerances)
     stamp = {"torch": torch.__version__, "cpu": cpu_name(), "threads": options.threads}
     result = {"method": config.model.method, "train_length": config.model.train_length, **stamp}
     write_json(options.out / "model.json", {**result, "losses": losses, "steps": steps})
     draw(losses, steps, options.out / "model.png")
+
+
+def ask(
+    model: GPT, config: TrainConfig, lengths: dict[str, int], samples: int, tolerances: list[float]
+) -> list[dict[str, Any]]:
+    """Accuracy on the same haystacks with exact and certified attention, and how many answers are the same."""
+    corpus, (task, _) = run_corpus(config), default_task(config.model)
+    rows = []
+    for label, length in lengths.items():
+        chosen = [make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=0, index=n) for n in range(samples)]
+        texts: list[str] = []
+        for tolerance in (None, *tolerances):
+            readings = [read_samples(model, [x], task.at(length), corpus.tokenizer, tolerance)[0] for x in chosen]
+            texts = texts or [reading.text for reading in readings]
+            right = [correct for reading in readings for correct in reading.correct]
+            same = sum(reading.text == text for reading, text in zip(readings, texts, strict=True))
+            loss = statistics.mean(reading.loss for reading in readings)
+            rows.append({"length": label, "tokens": length, "samples": samples, "tolerance": tolerance})
+            rows[-1] |= {"accuracy": sum(right) / len(right), "same_answers": same, "answer_loss": loss}
+            print(rows[-1], flush=True)
+    return rows
 
 
 def compare(model: GPT, inputs: Tensor, targets: Tensor, tolerances: list[float]) -> list[dict[str, Any]]:
@@ -128,18 +161,19 @@ class Recording(CertifiedKVCache):
 
 
 @torch.no_grad()
-def step_times(model: GPT, tokens: Tensor, tolerance: float) -> list[dict[str, Any]]:
+def step_times(model: GPT, tokens: Tensor, tolerances: list[float]) -> list[dict[str, Any]]:
     """A decoding step of each layer on the model's own queries, keys and values."""
-    cache = Recording(tolerance)
+    cache = Recording(tolerances[0])
     model.hidden(tokens[:, :-1], cache=cache)
     model.hidden(tokens[:, -1:], cache=cache)
     rows = []
-    for layer, held in cache.certified.items():
+    for (layer, held), tolerance in itertools.product(cache.certified.items(), tolerances):
+        held.tolerance = tolerance
         query, (key, value) = cache.queries[layer], held.tensors()
-        contestants = {
-            "sdpa": lambda q=query, k=key, v=value: F.scaled_dot_product_attention(q, k, v),
-            "exact": lambda q=query, k=key, v=value, h=held: scaleinv.attention(q, k, v, h.logits),
-            "certified": lambda q=query, h=held: h.attend(q),
+        contestants: dict[str, Callable[[], Any]] = {
+            "sdpa": functools.partial(F.scaled_dot_product_attention, query, key, value),
+            "exact": functools.partial(scaleinv.attention, query, key, value, held.logits),
+            "certified": functools.partial(held.attend, query),
         }
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for turn in range(22):
