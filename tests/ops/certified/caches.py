@@ -10,7 +10,7 @@ import scaleinv
 from scaleinv.ops.certified import Certificate, CertifiedCache
 
 KINDS = ("gaussian", "negative", "outlier channel", "huge keys", "tiny keys", "equal keys", "needle", "zero keys")
-KINDS += ("mixed norms", "shared value", "one channel", "opposite keys", "zero query")
+KINDS += ("mixed norms", "shared value", "one channel", "opposite keys", "zero query", "cancelling")
 LOGITS = ("scale-invariant", "plain", "alibi", "logn", "table")
 
 
@@ -69,6 +69,9 @@ def make_case(
         key[..., 1:] = 0
     elif kind == "opposite keys":
         key[:, :, 1::2] = -key[:, :, : keys // 2 * 2 : 2][:, :, : key[:, :, 1::2].shape[2]]
+    elif kind == "cancelling":  # scores that are small differences of large numbers
+        query[..., :2], key[..., :2] = 300.0, 300.0
+        key[..., 1:2] = -300.0
     elif kind == "zero query":
         query.zero_()
     transform = {

@@ -30,9 +30,9 @@ SLACK = 1e-12
 """Rounding of float64 sums and products in what follows, relative: far more than they need."""
 
 
-def width(a: Tensor, query_norm: Tensor, residual: Tensor, middle: Tensor, m: Tensor) -> Tensor:
+def width(a: Tensor, query_norm: Tensor, key_norm: Tensor, residual: Tensor, m: Tensor) -> Tensor:
     """How far a logit can lie from the copy's."""
-    return a.abs() * query_norm * residual * (1 + SLACK) + SLACK * (middle.abs() + 2 * m.abs() + 1e-30)
+    return a.abs() * query_norm * (residual + SLACK * (key_norm + residual)) + SLACK * (m.abs() + 1e-30)
 
 
 def select(middle: Tensor, width: Tensor, visible: Tensor, tolerance: float) -> Tensor:

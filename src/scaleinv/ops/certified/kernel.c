@@ -56,6 +56,7 @@ typedef struct {
     uint8_t *code;           /* [B, KV, PAGE / 16, dim up to 4, 16 keys, 4 channels]: 128 + k / step */
     float *step, *residual;  /* [B, KV, PAGE]: the copy's unit, and a bound on its error's norm */
     float *centre, *radius;  /* [B, KV, value_dim], [B, KV]: every value lies within radius of the centre */
+    float *longest;          /* [B, KV]: no key has a larger norm */
 } Page;
 
 typedef struct {
@@ -218,6 +219,7 @@ static void append_rows(const Append *a, int64_t pair, int64_t from, int64_t to)
         uint8_t *code = page->code + (pair * PAGE + slot / LANES * LANES) * dim + slot % LANES * 4;
         encode(key, a->dim, code, page->step + row, page->residual + row);
         page->radius[pair] = MAX(page->radius[pair], up(norm_from(value, 0, a->value_dim)));
+        page->longest[pair] = MAX(page->longest[pair], up(norm_from(key, 0, a->dim)));
         if (slot == PAGE - 1) close_page(page, pair, a->value_dim);
     }
 }
@@ -248,7 +250,7 @@ typedef struct {
     int64_t low, high;        /* the keys at visible distances */
     const float *gain, *shift;  /* tables, to be read at the key's place */
     double factor;            /* scale * c: logit = a * factor * (q . k) + m */
-    double *query;            /* [dim] */
+    double *query, norm;      /* [dim] */
     /* bounds; 0 where all is read */
     int bounded;
     int8_t *coarse, *fine;    /* [dim up to 4]: query ~ unit * (128 * coarse + fine) */
@@ -266,7 +268,7 @@ typedef struct {
     float page_top, page_sum; /* largest upper logit, sum of exp(upper - page_top) */
     int skipped;              /* every key is below `least` */
     double most, sum;         /* of the keys read: largest logit, sum of exp(logit - most) */
-    double magnitude;         /* largest |a S| + |m| */
+    double magnitude, gain;   /* largest |a S| + |m|, largest |a| */
     int64_t count;
 } Part;
 
@@ -532,7 +534,7 @@ INLINE void fetch(const float *row, int64_t width) {
     for (int64_t k = 0; k < width; k += 16) __builtin_prefetch(row + k);
 }
 
-/* out += the weighted values of the listed keys, four at a time. */
+/* out += the weighted values of the listed keys, four at a time, so that a sum is rounded count / 4 + 4 times. */
 static void add_values(float *out, const float *values, int64_t width, const int32_t *list, const float *weights,
                        int64_t count) {
     for (int64_t i = 0; i < count; i += 4) {
@@ -543,9 +545,9 @@ static void add_values(float *out, const float *values, int64_t width, const int
         }
         int64_t k = 0;
         for (; k + LANES <= width; k += LANES)
-            store(out + k, load(out + k) + w[0] * load(v[0] + k) + w[1] * load(v[1] + k) + w[2] * load(v[2] + k) +
-                               w[3] * load(v[3] + k));
-        for (; k < width; k++) out[k] += w[0] * v[0][k] + w[1] * v[1][k] + w[2] * v[2][k] + w[3] * v[3][k];
+            store(out + k, load(out + k) + ((w[0] * load(v[0] + k) + w[1] * load(v[1] + k)) +
+                                            (w[2] * load(v[2] + k) + w[3] * load(v[3] + k))));
+        for (; k < width; k++) out[k] += (w[0] * v[0][k] + w[1] * v[1][k]) + (w[2] * v[2][k] + w[3] * v[3][k]);
     }
 }
 
@@ -566,7 +568,7 @@ static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
         if (!r->pending) continue;
         Part *part = s->part + at * s->pages + n;
         int64_t count = select_keys(s, r, part, at, pair / c->kv_heads, n, x->list);
-        part->count = count, part->most = -INFINITY, part->sum = 0, part->magnitude = 0;
+        part->count = count, part->most = -INFINITY, part->sum = part->magnitude = part->gain = 0;
         for (int64_t l = 0; l < MIN(AHEAD, count); l++) fetch(keys + x->list[l] * c->dim, c->dim);
         for (int64_t l = 0; l < count; l++) {
             int64_t j = n * PAGE + x->list[l];
@@ -576,6 +578,7 @@ static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
             x->logits[l] = score + r->shift[j];
             if (x->logits[l] == -INFINITY) continue;
             part->magnitude = MAX(part->magnitude, fabs(score) + fabs(r->shift[j]));
+            part->gain = MAX(part->gain, fabs(r->gain[j]));
             part->most = MAX(part->most, x->logits[l]);
         }
         if (part->most == -INFINITY) continue;
@@ -605,10 +608,11 @@ static int finish(const Step *s, int64_t at, double *sum) {
     Row *r = s->row + at;
     const Part *part = s->part + at * s->pages;
     int64_t pair = at / s->rows, width = c->value_dim, count = 0, longest = 0;
-    double most = -INFINITY, total = 0, unread = 0, magnitude = 0, reach = 0;
+    double most = -INFINITY, total = 0, unread = 0, magnitude = 0, reach = 0, slip = 0;
     for (int64_t n = 0; n < s->pages; n++) {
         most = MAX(most, part[n].most), magnitude = MAX(magnitude, part[n].magnitude);
         count += part[n].count, longest = MAX(longest, part[n].count);
+        slip = MAX(slip, part[n].gain * c->pages[n].longest[pair]);
     }
     memset(sum, 0, width * sizeof(double));
     memset(c->out + at * width, 0, width * sizeof(float));
@@ -624,7 +628,8 @@ static int finish(const Step *s, int64_t at, double *sum) {
         }
         if (!r->whole) unread += part[n].upper;
     }
-    double weight_error = expm1(2 * U * magnitude) + WEIGHT_SLACK, sum_error = (longest / 4 + 16) * U;
+    slip *= fabs(r->factor) * r->norm * (c->dim + 8) * 2.3e-16; /* of a score summed in double */
+    double weight_error = expm1(2 * U * magnitude + slip) + WEIGHT_SLACK, sum_error = (longest / 4 + 16) * U;
     double certain = total * (1 - weight_error); /* no more than the exact weight of what was read */
     unread = r->whole ? 0 : unread * relative * (1 + SUM_SLACK);
     double mass = unread > 0 ? unread / (certain + unread) : 0;
@@ -671,6 +676,7 @@ static void start_row(const Step *s, int64_t at) {
     r->query = s->queries + at * dim;
     r->coarse = s->codes + at * 2 * dim, r->fine = r->coarse + dim;
     for (int64_t k = 0; k < c->dim; k++) r->query[k] = c->query[at * c->dim + k];
+    r->norm = norm_from(c->query + at * c->dim, 0, c->dim);
     int32_t *wait = c->wait + at / c->queries * 2;
     r->bounded = c->tolerance > 0 && wait[0] == 0;
     if (r->bounded) quantise_query(c, r);

@@ -22,7 +22,7 @@ NOT_FINITE = "key and value must be finite: no bound holds for infinities and Na
 
 class _Page(ctypes.Structure):
     _fields_ = tuple(
-        (name, ctypes.c_void_p) for name in ("key", "value", "code", "step", "residual", "centre", "radius")
+        (name, ctypes.c_void_p) for name in ("key", "value", "code", "step", "residual", "centre", "radius", "longest")
     )
 
 
@@ -103,7 +103,7 @@ class PageList:
             grown = (_Page * max(8, 2 * self.count))()
             ctypes.memmove(grown, self.entries, ctypes.sizeof(self.entries))
             self.entries = grown
-        tensors = (page.key, page.value, page.code, page.step, page.residual, page.centre, page.radius)
+        tensors = (page.key, page.value, page.code, page.step, page.residual, page.centre, page.radius, page.longest)
         self.entries[self.count] = _Page(*(x.data_ptr() for x in tensors))
         self.count += 1
 

@@ -29,14 +29,15 @@ class Page:
     residual: Tensor  # [B, KV, PAGE]: at least the norm of key - step · (code - 128)
     centre: Tensor  # [B, KV, Dv]
     radius: Tensor  # [B, KV]: no value lies farther from the centre
+    longest: Tensor  # [B, KV]: no key has a larger norm
 
 
 def empty_page(key: Tensor, value: Tensor) -> Page:
     """A page for keys and values like these, float32 or float64."""
     batch, heads, _, dim = key.shape
     width = value.shape[3]
-    shapes = [(PAGE, dim), (PAGE, width), (PAGE // BLOCK, -(-dim // 4), BLOCK, 4), (PAGE,), (PAGE,), (width,), ()]
-    dtypes = [key.dtype, value.dtype, torch.uint8, key.dtype, key.dtype, value.dtype, value.dtype]
+    shapes = [(PAGE, dim), (PAGE, width), (PAGE // BLOCK, -(-dim // 4), BLOCK, 4), (PAGE,), (PAGE,), (width,), (), ()]
+    dtypes = [key.dtype, value.dtype, torch.uint8, key.dtype, key.dtype, value.dtype, value.dtype, key.dtype]
     sizes = [batch * heads * math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     sizes = [-(-size // 64) * 64 for size in sizes]
     parts = _memory(sum(sizes), key.device).split(sizes)
@@ -46,7 +47,8 @@ def empty_page(key: Tensor, value: Tensor) -> Page:
             for part, shape, dtype in zip(parts, shapes, dtypes, strict=True)
         )
     )
-    page.centre.zero_(), page.radius.zero_()
+    for x in (page.centre, page.radius, page.longest):
+        x.zero_()
     return page
 
 
@@ -70,6 +72,7 @@ def fill(page: Page, slot: int, key: Tensor, value: Tensor) -> None:
     rows = page.code.permute(0, 1, 2, 4, 3, 5)  # [B, KV, PAGE / BLOCK, BLOCK, D / 4, 4]
     rows[:, :, slots // BLOCK, slots % BLOCK] = (levels + 128).to(torch.uint8)
     page.step[:, :, slot:stop], page.residual[:, :, slot:stop] = step, residual
+    page.longest.copy_(torch.maximum(page.longest, _norms(key, key.dtype).amax(2)))
     if stop == PAGE:
         page.centre.copy_(page.value.mean(2))
         page.radius.copy_(_up(_norms(page.value - page.centre[:, :, None], page.value.dtype).amax(2)))

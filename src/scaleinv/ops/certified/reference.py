@@ -49,7 +49,8 @@ def attend(
     visible = visible & (m > -torch.inf)
     m = m.masked_fill(m == -torch.inf, 0)
     middle = a * (q @ copy.transpose(-1, -2)) + m
-    width = bounds.width(a, q.norm(dim=-1)[..., None], residual[:, :, None], middle, m)
+    norms = q.norm(dim=-1)[..., None], key.norm(dim=-1)[:, :, None]
+    width = bounds.width(a, *norms, residual[:, :, None], m)
     read = bounds.select(middle, width, visible, tolerance)
 
     exact = torch.where(read, a * (q @ key.transpose(-1, -2)) + m, -torch.inf)
@@ -70,6 +71,8 @@ def attend(
     offset = (out.double()[..., None, :] - centre[:, :, None]).norm(dim=-1)  # [B, H, Nq, P]
     reach = (centre.norm(dim=-1) + radius).amax(-1)[..., None]
     error = bounds.error(unread, floor, radius[:, :, None], offset, total, reach, query.dtype)
+    magnitude = torch.where(visible, a.abs() * norms[0] * norms[1] + m.abs(), 0).amax(-1)
+    error = error + bounds.SLACK * magnitude * reach
     error = torch.minimum(error, out.double().norm(dim=-1) + reach)
     count = visible.sum(-1).expand_as(mass)
     error = torch.where(count > 0, error, 0)
