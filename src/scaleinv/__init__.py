@@ -14,6 +14,7 @@ from scaleinv.version import VERSION as __version__
 if TYPE_CHECKING:
     from scaleinv import analysis as analysis
     from scaleinv import data as data
+    from scaleinv import distributed as distributed
     from scaleinv import eval as eval
     from scaleinv import hf as hf
     from scaleinv import methods, rotary, schedule
@@ -34,7 +35,8 @@ __getattr__, __dir__ = lazy.attach(
         **dict.fromkeys(("ALiBi", "DistanceTable", "LogN", "LogitTransform", "Plain", "ScaleInvariant"), "logits"),
         **dict.fromkeys(("GPT", "GPTConfig", "KVCache"), "model"),
         **dict.fromkeys(("methods", "rotary", "schedule"), ""),
-        **dict.fromkeys(("analysis", "data", "eval", "hf", "model", "plots", "reports", "train"), ""),
+        **dict.fromkeys(("analysis", "data", "distributed", "eval", "hf"), ""),
+        **dict.fromkeys(("model", "plots", "reports", "train"), ""),
     },
 )
 

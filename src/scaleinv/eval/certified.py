@@ -45,15 +45,7 @@ class CertifiedReader(nn.Module):
                 self.queries += certificate.read.numel()
                 self.share += float(certificate.read.sum())
         if self.keep:
-            self.certificates = {
-                layer: Certificate(
-                    *(
-                        torch.cat([getattr(step[layer], name) for step in steps], 2)
-                        for name in ("mass", "error", "read")
-                    )
-                )
-                for layer in steps[0]
-            }
+            self.certificates = {layer: _joined([step[layer] for step in steps]) for layer in steps[0]}
         return torch.cat(losses, 1)
 
 

@@ -12,7 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scaleinv.analysis.paired import SeedLosses
 from scaleinv.eval.loss import Evaluation
@@ -32,9 +32,6 @@ from scaleinv.lengths import tokens_label
 from scaleinv.plots import style
 from scaleinv.plots.chart import Chart, Panel, Point, Series, filled
 from scaleinv.plots.units import Unit
-
-if TYPE_CHECKING:
-    pass
 
 FOUND = "share of needles found"
 
