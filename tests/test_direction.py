@@ -26,6 +26,7 @@ ORDER = (
         "methods",
         "ops",
         "distributed",
+        "doctor",
     ),
     *("model", "data", "train", "eval", "hf", "analysis", "plots", "reports", "cli"),
 )

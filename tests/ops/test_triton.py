@@ -198,7 +198,7 @@ def test_compiles_whole(transform):
 class TestObstacles:
     def test_dtype_and_head_dim(self):
         x = torch.zeros(1, 1, 4, 300)
-        with pytest.raises(ValueError, match="head dimensions up to 256, not 300"):
+        with pytest.raises(ValueError, match=r"head dimensions up to 128 in torch.float32, not 300"):
             scaleinv.attention(x, x, x, backend="triton")
         with pytest.raises(ValueError, match="float64"):
             scaleinv.attention(x.double(), x.double(), x.double(), backend="triton")

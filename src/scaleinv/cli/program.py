@@ -13,6 +13,7 @@ from scaleinv.cli import (
     analyze,
     compare,
     convert,
+    doctor,
     evaluate,
     export,
     generate,
@@ -25,7 +26,7 @@ from scaleinv.cli import (
 from scaleinv.cli.common import Parser
 from scaleinv.version import VERSION
 
-COMMANDS = (train, evaluate, compare, needle, generate, report, analyze, prepare, convert, export, methods)
+COMMANDS = (train, evaluate, compare, needle, generate, report, analyze, prepare, convert, export, methods, doctor)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

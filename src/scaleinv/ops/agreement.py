@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,12 @@ class Sample:
             return_lse=True,
         )
         return call, [query, key, value, *logits.parameters()]
+
+
+def plain_call(query: Tensor, key: Tensor, value: Tensor) -> Call:
+    """Causal scale-invariant attention, and nothing else."""
+    defaults = dict.fromkeys(("window", "document_ids", "key_mask", "query_offset", "scale"))
+    return checked(query, key, value, None, causal=True, return_lse=False, **defaults)
 
 
 SAMPLES = (
@@ -150,14 +156,31 @@ def differs(module: Any, device: torch.device, dtype: torch.dtype, head_dim: int
 def _first_difference(
     module: Any, sample: Sample, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
+    for found in comparison(module, sample, device, dtype, head_dim):
+        if not found.error <= found.limit:  # NaN is not
+            return f"{found.name} off by {found.error:.2g}, {found.limit:.2g} allowed"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How far one result of a backend is from the exact one."""
+
+    name: str
+    error: float
+    same_precision: float  # the error of the reference in the backend's precision
+    limit: float
+
+
+def comparison(
+    module: Any, sample: Sample, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Iterator[Comparison]:
+    """Output, logsumexp and gradients of a sample, each against the reference in float64."""
     got = results(module, *sample.call(device, dtype, head_dim))
     same = results(reference, *sample.call(device, dtype, head_dim))
     exact = results(reference, *sample.call(device, torch.float64, head_dim))
     for name, want in exact.items():
-        error, limit = errors(got[name], same[name], want, dtype)
-        if not error <= limit:  # NaN is not
-            return f"{name} off by {error:.2g}, {limit:.2g} allowed"
-    return None
+        yield Comparison(name, *errors(got[name], same[name], want, dtype))
 
 
 def results(module: Any, call: Call, leaves: list[Tensor]) -> dict[str, Tensor]:
@@ -169,16 +192,16 @@ def results(module: Any, call: Call, leaves: list[Tensor]) -> dict[str, Tensor]:
     return {"output": out, "logsumexp": lse, **{f"gradient of {n}": g for n, g in zip(names, grads, strict=False)}}
 
 
-def errors(got: Tensor, same: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest error, and what is allowed: a few times that of the reference in the same precision.
+def errors(got: Tensor, same: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float, float]:
+    """The largest error, that of the reference in the same precision, and the limit: a few times the latter.
 
     In half precision the tensor cores round the weights too: a rounding of the largest value is allowed for them.
     """
     exact = exact.double()
     finite = exact.isfinite()
     if not torch.equal(got.double()[~finite], exact[~finite]):
-        return float("inf"), 0.0
-    gaps = [(x.double() - exact)[finite].abs().max().item() for x in (got, same)]
+        return float("inf"), 0.0, 0.0
+    error, own = ((x.double() - exact)[finite].abs().max().item() for x in (got, same))
     size = 1 + exact[finite].abs().max().item()
     half = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
-    return gaps[0], 4 * gaps[1] + size * (half + 32 * torch.finfo(torch.float32).eps)
+    return error, own, 4 * own + size * (half + 32 * torch.finfo(torch.float32).eps)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from scaleinv.logits import LogitTransform, Plain
 from scaleinv.ops.call import Call
+from scaleinv.ops.triton import configs
 
-MAX_HEAD_DIM = 256
 MAX_POSITIONS = 1 << 28
 """Positions are counted in 32 bits."""
 
@@ -25,9 +25,9 @@ def obstacle(call: Call) -> str | None:
     """Why the Triton kernel cannot serve the call; None if it can."""
     if call.query.dtype == torch.float64:
         return "the Triton kernel does not take float64"
-    widest = max(call.query.shape[3], call.value.shape[3])
-    if widest > MAX_HEAD_DIM:
-        return f"the Triton kernel takes head dimensions up to {MAX_HEAD_DIM}, not {widest}"
+    widest, limit = max(call.query.shape[3], call.value.shape[3]), configs.MAX_HEAD_DIM[call.query.element_size()]
+    if widest > limit:
+        return f"the Triton kernel takes head dimensions up to {limit} in {call.query.dtype}, not {widest}"
     if call.geometry.queries + call.geometry.keys > MAX_POSITIONS:
         return f"the Triton kernel takes up to {MAX_POSITIONS} queries and keys"
     return _missing(call.device)

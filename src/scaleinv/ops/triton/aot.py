@@ -95,6 +95,22 @@ def compiled(
     return build
 
 
+def faults(build: Build) -> list[str]:
+    """What keeps a configuration from being shipped: memory that its target lacks, spills, no tensor cores."""
+    found = []
+    if build.shared > SHARED_MEMORY[build.target]:
+        found.append(f"{build.shared} bytes of shared memory, {SHARED_MEMORY[build.target]} are there")
+    if not build.tensor_cores:
+        found.append("no tensor-core instructions")
+    if build.kernel == "forward" and build.spilled > 64:
+        found.append(f"{build.spilled} bytes spilled, 64 allowed")
+    if build.kernel == "keys-values" and build.spilled and not build.plain:
+        plain = compiled(build.kernel, build.target, build.head_dim, build.item_bytes, True, build.config)
+        if build.spilled > 2 * plain.spilled:
+            found.append(f"{build.spilled} bytes spilled, twice {plain.spilled} of the plain mode allowed")
+    return found
+
+
 @functools.cache
 def sources() -> str:
     """A digest of the kernels' source."""

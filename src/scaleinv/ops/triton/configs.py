@@ -11,6 +11,8 @@ import dataclasses
 KERNELS = ("forward", "keys-values", "queries", "tables", "decode")
 TARGETS = ("sm_80", "sm_90", "sm_120")
 HEAD_DIMS = (16, 32, 64, 128, 256)
+MAX_HEAD_DIM = {2: 256, 4: 128}
+"""By the bytes of an element: in float32, tiles of head dimension 256 do not fit the registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +35,20 @@ def choose(kernel: str, target: str, head_dim: int, item_bytes: int) -> Config:
 
 def shipped() -> list[tuple[str, str, int, int]]:
     """Every (kernel, target, head dim, element bytes)."""
-    return [(k, t, d, b) for k in KERNELS for t in TARGETS for d in HEAD_DIMS for b in (2, 4)]
+    return [(k, t, d, b) for k in KERNELS for t in TARGETS for b in (2, 4) for d in HEAD_DIMS if d <= MAX_HEAD_DIM[b]]
 
 
-def _by_head_dim(small: Config, d64: Config, d128: Config, d256: Config) -> dict[int, Config]:
-    return {16: small, 32: small, 64: d64, 128: d128, 256: d256}
+def _by_head_dim(small: Config, *larger: Config) -> dict[int, Config]:
+    return dict(zip(HEAD_DIMS, (small, small, *larger), strict=False))
 
 
 _AMPERE = {
-    "forward": _by_head_dim(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
+    "forward": _by_head_dim(Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(64, 64, 8, 2)),
     "keys-values": _by_head_dim(
         Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(32, 64, 4, 2), Config(32, 64, 8, 2)
     ),
     "queries": _by_head_dim(Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
-    "tables": _by_head_dim(Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    "tables": _by_head_dim(Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     "decode": _by_head_dim(Config(16, 128, 4, 2), Config(16, 128, 4, 2), Config(16, 64, 4, 2), Config(16, 64, 4, 1)),
 }
 _HOPPER = _AMPERE | {
@@ -67,9 +69,9 @@ _SMALL = {
     "decode": Config(16, 64, 4, 1),
 }
 _FLOAT32 = {
-    "forward": _by_head_dim(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2), Config(32, 32, 4, 1)),
-    "keys-values": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
-    "queries": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 4, 1)),
-    "tables": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 8, 1), Config(16, 16, 4, 1)),
-    "decode": _by_head_dim(Config(16, 64, 4, 2), Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 4, 1)),
+    "forward": _by_head_dim(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 8, 1)),
+    "keys-values": _by_head_dim(Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
+    "queries": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 16, 4, 1)),
+    "tables": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(16, 16, 1, 1)),
+    "decode": _by_head_dim(Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 4, 2)),
 }

@@ -1,0 +1,60 @@
+"""What the shipped configurations compile to: no GPU is needed, and nothing runs."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from scaleinv.ops.triton import configs
+
+QUICK = [("forward", "sm_80", 64, 2), ("forward", "sm_90", 128, 2), ("keys-values", "sm_80", 64, 2)]
+PROGRAM = """
+import json, sys
+from scaleinv.ops.triton import aot
+for given in json.loads(sys.argv[1]):
+    build = aot.compiled(*given)
+    print(json.dumps([given, aot.faults(build), build.registers, sum(build.loop.values())]))
+"""
+
+
+def faults(wanted):
+    """In a process of its own: in this one the kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(wanted)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(wanted):
+    found = faults(wanted)
+    assert len(found) == len(wanted)
+    assert {str(given): texts for given, texts, *_ in found if texts} == {}
+    assert all(16 <= registers <= 255 and instructions > 50 for *_, registers, instructions in found)
+
+
+@pytest.mark.slow
+def test_some_configurations():
+    check(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", configs.TARGETS)
+@pytest.mark.parametrize("kernel", configs.KERNELS)
+def test_every_configuration(kernel, target):
+    check([given for given in configs.shipped() if given[:2] == (kernel, target)])
+
+
+@pytest.mark.slow
+def test_a_configuration_that_spills_is_found():
+    """128 × 64 on 4 warps with head dimension 128 does not fit an A100's registers."""
+    program = "from scaleinv.ops.triton import aot, configs\n"
+    program += "print(aot.faults(aot.compiled('forward', 'sm_80', 128, 2, False, configs.Config(128, 64, 4, 3))))"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "bytes spilled, 64 allowed" in done.stdout
