@@ -72,7 +72,8 @@ def measure(heads: int, keys: int, scores: str, mean: float, tolerance: float, r
     cache.append(key, value)
     memory = cache.nbytes / 2**20
     plain = scaleinv.CertifiedCache(scaleinv.Plain(), tolerance)
-    plain.pages, plain.length, plain._addresses = cache.pages, cache.length, cache._addresses  # the same memory
+    for name in ("pages", "length", "_addresses", "_native"):  # the same memory
+        setattr(plain, name, getattr(cache, name))
     room = [scaleinv.CertifiedCache(tolerance=tolerance)]
     room[0].append(key[:, :, :700], value[:, :, :700])
 

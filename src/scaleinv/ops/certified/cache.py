@@ -79,6 +79,7 @@ class CertifiedCache:
         self._tables: tuple[Tensor, Tensor] | None = None
         self._wait: Tensor | None = None
         self._form: tuple | None = None
+        self._native = False
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add keys ``[B, KV, n, D]`` and values ``[B, KV, n, Dv]`` behind those held.
@@ -91,6 +92,7 @@ class CertifiedCache:
             form = (key.shape, value.shape, key.dtype, value.dtype, key.device, value.device)
         if form is None or form != self._form:  # token after token has the same
             self._check_append(key, value)
+            self._native = self._uses_kernel(key)
             self._form = form
         if key.dtype not in (torch.float32, torch.float64):
             key, value = key.detach().float(), value.detach().float()
@@ -98,7 +100,7 @@ class CertifiedCache:
         while len(self.pages) * PAGE < stop:
             self.pages.append(empty_page(key, value))
             self._addresses.add(self.pages[-1])
-        if self._native(key):
+        if self._native:
             native.append(self._addresses, start, key, value)
         else:
             if not bool(key.isfinite().all() & value.isfinite().all()):
@@ -152,7 +154,7 @@ class CertifiedCache:
         query = query.to(first.key.dtype)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         window = FAR if self.window is None else min(self.window, FAR)
-        if not self._native(first.key):
+        if not self._native:
             a, m = self.logits.tables(keys, dtype=torch.float64, device=query.device)
             mask = key_mask[:, :keys] if key_mask is not None else None
             return reference.attend(self.pages, keys, query, c, a, m, mask, window, scale, self.tolerance)
@@ -198,10 +200,10 @@ class CertifiedCache:
         )
         return None if c is None else c.double().expand(query.shape[0], -1, -1)
 
-    def _native(self, key: Tensor) -> bool:
+    def _uses_kernel(self, key: Tensor) -> bool:
         if self.backend == "torch":
             return False
-        obstacle = native.obstacle(key.device, key.dtype, key.shape[3])
+        obstacle = native.obstacle(key.device, torch.promote_types(key.dtype, torch.float32), key.shape[3])
         if obstacle is not None and self.backend == "native":
             raise ValueError(f"backend='native' cannot serve this cache: {obstacle}")
         return obstacle is None
