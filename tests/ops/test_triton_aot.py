@@ -12,12 +12,14 @@ pytest.importorskip("triton")
 from scaleinv.ops.triton import configs
 
 QUICK = [("forward", "sm_80", 64, 2), ("forward", "sm_90", 128, 2), ("keys-values", "sm_80", 64, 2)]
+EVERY_PATH = [(kernel, "sm_80", 32, 2, mode) for kernel in configs.KERNELS for mode in ("plain", "everything", "logn")]
+EVERY_PATH += [(kernel, "sm_80", 64, 2) for kernel in ("pack", "delta", "merge")]
 PROGRAM = """
 import json, sys
 from scaleinv.ops.triton import aot
 for given in json.loads(sys.argv[1]):
     build = aot.compiled(*given)
-    print(json.dumps([given, aot.faults(build), build.registers, sum(build.loop.values())]))
+    print(json.dumps([given, aot.faults(build), build.registers, sum(build.loop.values())]), flush=True)
 """
 
 
@@ -43,6 +45,12 @@ def test_some_configurations():
 
 
 @pytest.mark.slow
+def test_every_path_compiles():
+    """The interpreter takes programs that the compiler does not."""
+    assert len(faults(EVERY_PATH)) == len(EVERY_PATH)
+
+
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", configs.TARGETS)
 @pytest.mark.parametrize("kernel", configs.KERNELS)
@@ -54,7 +62,7 @@ def test_every_configuration(kernel, target):
 def test_a_configuration_that_spills_is_found():
     """128 × 64 on 4 warps with head dimension 128 does not fit an A100's registers."""
     program = "from scaleinv.ops.triton import aot, configs\n"
-    program += "print(aot.faults(aot.compiled('forward', 'sm_80', 128, 2, False, configs.Config(128, 64, 4, 3))))"
+    program += "print(aot.faults(aot.compiled('forward', 'sm_80', 128, 2, 'table', configs.Config(128, 64, 4, 3))))"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "bytes spilled, 64 allowed" in done.stdout

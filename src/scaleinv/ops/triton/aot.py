@@ -25,14 +25,18 @@ from triton.compiler import ASTSource
 from scaleinv import files
 from scaleinv.machine import cache_folder
 from scaleinv.ops.triton import configs
-from scaleinv.ops.triton.backward import key_value_kernel, query_kernel
-from scaleinv.ops.triton.decode import decode_kernel
+from scaleinv.ops.triton.backward import delta_kernel, key_value_kernel, query_kernel
+from scaleinv.ops.triton.decode import decode_kernel, merge_kernel
 from scaleinv.ops.triton.forward import forward_kernel
 from scaleinv.ops.triton.table_gradients import table_kernel
-from scaleinv.ops.triton.tables import PAD
+from scaleinv.ops.triton.tables import BLOCK, PAD, pack_kernel
 
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
 """Bytes of shared memory that one program may have."""
+
+MODES = ("table", "plain", "everything", "logn")
+"""What is compiled in: causal self-attention with a table or without one; and every option at once, with a table or
+without, so that each path has been through the compiler."""
 
 FUNCTIONS: dict[str, Any] = {
     "forward": forward_kernel,
@@ -41,18 +45,26 @@ FUNCTIONS: dict[str, Any] = {
     "tables": table_kernel,
     "decode": decode_kernel,
 }
+HELPERS: dict[str, Any] = {"pack": pack_kernel, "delta": delta_kernel, "merge": merge_kernel}
+"""Kernels without a main loop: they only have to compile."""
+
 _WIDE = ("query", "key", "value", "grad_out", "out", "grad_key", "grad_value", "grad_query")
-_FLOATS = ("lse", "lse2", "delta", "sums", "part_out", "part_lse", "gain", "shift")
-_ABSENT: tuple[str, ...] = (
+_FLOATS = (
+    "packed",
+    "grad_lse",
     "query_gain",
-    "query_segment",
-    "key_segment",
-    "first_key",
-    "last_key",
-    "first_query",
-    "last_query",
+    "grad_query_gain",
+    "lse",
+    "lse2",
+    "delta",
+    "sums",
+    "part_out",
+    "part_lse",
+    "gain",
+    "shift",
 )
-_ABSENT += ("grad_query_gain",)
+_INTEGERS = ("query_segment", "key_segment", "first_key", "last_key", "first_query", "last_query")
+_OPTIONAL = ("query_gain", "grad_query_gain", *_INTEGERS)
 _STRIDES: tuple[str, ...] = tuple(f"{x}_{y}" for x in "qkvg" for y in ("batch", "head", "row"))
 _STRIDES += ("table_stride", "gain_stride", "shift_stride")
 
@@ -65,7 +77,7 @@ class Build:
     target: str
     head_dim: int
     item_bytes: int
-    plain: bool  # without the table: ordinary causal attention
+    mode: str
     config: configs.Config
     registers: int
     spilled: int  # bytes stored to local memory, for each thread
@@ -79,18 +91,24 @@ class Build:
 
 
 def compiled(
-    kernel: str, target: str, head_dim: int, item_bytes: int = 2, plain: bool = False, config: Any = None
+    kernel: str,
+    target: str,
+    head_dim: int,
+    item_bytes: int = 2,
+    mode: str = "table",
+    config: configs.Config | None = None,
 ) -> Build:
-    """Compiles one configuration for causal self-attention, or finds it in the cache folder."""
-    config = config or configs.choose(kernel, target, head_dim, item_bytes)
-    wanted = (kernel, target, head_dim, item_bytes, plain, dataclasses.astuple(config))
+    """Compiles one configuration, or finds it in the cache folder."""
+    if config is None:
+        config = configs.choose("forward" if kernel in HELPERS else kernel, target, head_dim, item_bytes)
+    wanted = (kernel, target, head_dim, item_bytes, mode, dataclasses.astuple(config))
     name = hashlib.sha256(f"{sources()} {triton.__version__} {wanted}".encode()).hexdigest()[:24]
     path = _folder() / f"{name}.json"
     if path.exists():
         with contextlib.suppress(files.UnreadableFile, TypeError, KeyError):
             found = files.read_object(path)
             return Build(**(found | {"config": configs.Config(**found["config"])}))
-    build = _compile(kernel, target, head_dim, item_bytes, plain, config)
+    build = _compile(kernel, target, head_dim, item_bytes, mode, config)
     files.write_json(path, dataclasses.asdict(build))
     return build
 
@@ -104,8 +122,8 @@ def faults(build: Build) -> list[str]:
         found.append("no tensor-core instructions")
     if build.kernel == "forward" and build.spilled > 64:
         found.append(f"{build.spilled} bytes spilled, 64 allowed")
-    if build.kernel == "keys-values" and build.spilled and not build.plain:
-        plain = compiled(build.kernel, build.target, build.head_dim, build.item_bytes, True, build.config)
+    if build.kernel == "keys-values" and build.spilled and build.mode == "table":
+        plain = compiled(build.kernel, build.target, build.head_dim, build.item_bytes, "plain", build.config)
         if build.spilled > 2 * plain.spilled:
             found.append(f"{build.spilled} bytes spilled, twice {plain.spilled} of the plain mode allowed")
     return found
@@ -130,16 +148,22 @@ def _folder() -> Path:
     return folder
 
 
-def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, plain: bool, config: configs.Config) -> Build:
-    function = FUNCTIONS[kernel]
+def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, mode: str, config: configs.Config) -> Build:
+    function = (FUNCTIONS | HELPERS)[kernel]
     element = "bf16" if item_bytes == 2 else "fp32"
+    table, options = mode in ("table", "everything"), mode in ("everything", "logn")
+    width = head_dim - 8 if options else head_dim
     constants: dict[str, Any] = {
-        "GROUP": 1, "D": head_dim, "DV": head_dim, "BLOCK_D": head_dim, "BLOCK_DV": head_dim, "TABLE": not plain,
-        "SEGMENTS": 0, "QUERY_GAIN": False, "WHOLE": False, "TAIL": plain, "GATHER": "ptx",
-        "PRECISION": "tf32x3" if item_bytes == 4 else "ieee", "PAD": PAD, "SIZE": config.block_m,
+        "GROUP": 2 if options else 1, "D": width, "DV": width, "BLOCK_D": head_dim, "BLOCK_DV": head_dim,
+        "TABLE": table, "SEGMENTS": 2 if options else 0, "QUERY_GAIN": options, "WHOLE": options and item_bytes == 2,
+        "TAIL": options or not table, "GATHER": "ptx", "PRECISION": "tf32x3" if item_bytes == 4 else "ieee",
+        "PAD": PAD, "BLOCK": BLOCK, "SPLITS": 32, "SIZE": config.block_m,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
     }  # fmt: skip
-    absent = {*_ABSENT, *(("table", "gain", "shift") if plain else ())}
+    absent = {
+        *(() if options else _OPTIONAL),
+        *(() if table or kernel in ("tables", "pack") else ("table", "gain", "shift")),
+    }
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants or name in absent:
@@ -152,6 +176,8 @@ def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, plain: bo
             kind = "*fp32"
         elif name == "table":
             kind = "*i64"
+        elif name in _INTEGERS:
+            kind = "*i32"
         elif name in _STRIDES:
             kind = "i64"
         elif name in ("factor", "unit"):
@@ -168,7 +194,7 @@ def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, plain: bo
         made = triton.compile(source, gpu, {"num_warps": config.warps, "num_stages": config.stages})
     text = log.getvalue()
     return Build(
-        kernel, target, head_dim, item_bytes, plain, config,
+        kernel, target, head_dim, item_bytes, mode, config,
         registers=int(re.findall(r"Used (\d+) registers", text)[-1]),
         spilled=int(re.findall(r"(\d+) bytes spill stores", text)[-1]),
         shared=made.metadata.shared,

@@ -89,7 +89,7 @@ def tile_logits(
     row and column count from the tile's corner and broadcast against it; `table` points at the entry of distance 0.
     MASKED tiles check distances (without a table) and the last key.
     """
-    a = None
+    a = scores  # without a table nobody reads it
     logits = scores
     if TABLE:
         a, shift = entry(table + ((row_start + row) - (column_start + column)), GATHER)
