@@ -120,7 +120,7 @@ def decoding_cases(keys: int, head_dim: int) -> Contestants:
 def compare(
     op: str, head_dim: int, length: int, cases: Contestants, rounds: int, work: float | None, flops: float
 ) -> list[dict[str, object]]:
-    """Run the cases in turn; print and return a row for each."""
+    """Run the cases in turn; print and return one row per case."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     with torch.set_grad_enabled(op == "forward+backward"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -160,14 +160,14 @@ def compare(
 
 
 def memory_rows(length: int, threads: int) -> list[dict[str, object]]:
-    """Peak memory beside inputs, output and gradients, each case in a process of its own."""
+    """Peak memory beyond inputs, output and gradients, each case in a process of its own."""
     rows = []
     for op in ("forward", "forward+backward"):
         for backend in ("sdpa", OURS, "reference"):
             if backend == "reference" and length > 4096:
                 continue  # N x N matrices
             if op == "forward+backward" and length > 16384:
-                continue  # minutes of work that tell nothing new
+                continue  # it would take minutes and show nothing new
             command = [sys.executable, __file__, "--threads", str(threads), "--memory-of", op, backend, str(length)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             extra = json.loads(done.stdout)["extra_mib"]

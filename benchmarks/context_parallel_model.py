@@ -57,16 +57,16 @@ class Shape:
     head_dim: int
 
     def flops(self) -> float:
-        """Of causal attention's forward over the whole sequence: two products over half of the pairs."""
+        """FLOPs of causal attention's forward over the whole sequence: two products over half of the pairs."""
         return 2 * 2 * self.head_dim * self.heads * self.length * (self.length + 1) / 2
 
     def kv(self, tokens: float) -> float:
-        """Elements of the keys and values of so many tokens."""
+        """Elements in the keys and values of this many tokens."""
         return 2 * tokens * self.kv_heads * self.head_dim
 
 
 def speed(gpu: GPU, ranks: int) -> float:
-    """Bytes a second between neighbours: the slowest link of the ring."""
+    """Bytes per second between neighbours: the slowest link of the ring."""
     return LINK * (gpu.nvlink if ranks <= gpu.node else gpu.network)
 
 
@@ -85,7 +85,7 @@ def ring(shape: Shape, gpu: GPU, ranks: int) -> float:
     for tokens in received(shape, ranks, rank=ranks // 2):
         elements = shape.kv(tokens)
         forward = LATENCY + elements * BF16 / speed(gpu, ranks)
-        # Keys again, and their gradients home.
+        # The keys travel again, and their gradients return to their owners.
         backward = LATENCY + elements * (BF16 + FP32) / speed(gpu, ranks)
         total += max(FORWARD * step, forward) + max(BACKWARD * step, backward)
     return total

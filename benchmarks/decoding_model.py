@@ -5,9 +5,9 @@
     python benchmarks/decoding_model.py runs/needle/needle/models/scale-invariant-p-rope-seed0 --needles 50
 
 The loss is that of the same held-out windows, read token by token (teacher-forced) with exact and with certified
-attention. Beside its change stands what the certificates allow to first order: the sum over layers, heads and positions
-of an output's certified error times the norm of the loss's gradient there. Writes results/decode/model.json and
-model.png. With --needles, a fine-tuned model answers instead, with exact and with certified attention: needle.json.
+attention. Its change is shown beside what the certificates allow to first order: the sum over layers, heads and
+positions of an output's certified error times the norm of the loss's gradient there. Writes results/decode/model.json
+and model.png. With --needles, a fine-tuned model answers instead, with exact and with certified attention: needle.json.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def draw(losses: list[dict[str, Any]], steps: list[dict[str, Any]], path: Path) 
                 for count in keys
             ]
             speed.plot(keys, ratios, style, color=colour, label=f"{tolerance:g}, over {rival}")
-    change.set(xscale="log", yscale="log", xlabel="tokens", ylabel="nats a token", title="change of the loss")
+    change.set(xscale="log", yscale="log", xlabel="tokens", ylabel="nats per token", title="change of the loss")
     read.set(xscale="log", yscale="log", xlabel="tokens", ylabel="keys read in full (%)", title="all positions")
     speed.set(xscale="log", xlabel="keys", ylabel="times as fast", title="a decoding step, mean of the layers")
     speed.axhline(1, color="#999999", linewidth=0.8)

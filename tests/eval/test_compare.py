@@ -121,10 +121,10 @@ def test_damaged_weights_are_mended(one):
 @pytest.mark.slow
 def test_a_folder_takes_one_training(one):
     for changes in ({"steps": 3}, {"train_length": 64}, {"lr_output": 0.5}, {"order": "sequential"}):
-        with pytest.raises(ValueError, match=r"summary.json is of a comparison with .* use another out"):
+        with pytest.raises(ValueError, match=r"summary.json is of a comparison with .* choose another out"):
             compare(change(one, **changes))
     (one.out / "summary.json").unlink()
-    with pytest.raises(ValueError, match=r"config.json is of a comparison with steps=2, and steps=3 is asked for"):
+    with pytest.raises(ValueError, match=r"config.json is of a comparison with steps=2, but steps=3 is asked for"):
         compare(change(one, steps=3))
     compare(change(one, keep=2, log_every=1))  # which do not matter
 
@@ -186,7 +186,7 @@ def test_a_summary_from_before_windows_had_an_order_was_sequential(plan, monkeyp
     refuse_work(monkeypatch)
     plan.out.mkdir()
     (plan.out / "summary.json").write_text('{"loss": {"nope": {"1x": {"mean": 1}}}, "settings": {"steps": 2}}')
-    with pytest.raises(ValueError, match=r"is of a comparison with order=sequential, and order=random is asked for"):
+    with pytest.raises(ValueError, match=r"is of a comparison with order=sequential, but order=random is asked for"):
         compare(plan)
 
 

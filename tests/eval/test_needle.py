@@ -352,7 +352,7 @@ def test_damaged_results_are_made_again_and_damaged_records_named(run, asked, mo
     with pytest.raises(ValueError, match=r"rope\.jsonl line 3 is not JSON.*delete it to ask its samples again"):
         ask(run, asked)
     records.write_text("".join([*lines[:2], '{"length": 3}\n']))
-    with pytest.raises(ValueError, match=r"rope\.jsonl has a line that is no sample"):
+    with pytest.raises(ValueError, match=r"rope\.jsonl has a line that is not a sample"):
         ask(run, asked)
 
 

@@ -33,7 +33,7 @@ def test_ten_steps_equal_one_process(tiny, start, tmp_path, ranks, changes):
     )
     train.run(alone)
     output = finish(start(shared, ranks=ranks))
-    assert f"{shared.context_parallel} to a sequence ({shared.context_layout})" in output
+    assert f"{shared.context_parallel} per sequence ({shared.context_layout})" in output
     assert losses(shared.out) == pytest.approx(losses(alone.out), rel=1e-5)
     ours, theirs = (read_metrics(Path(folder))[-1]["validation"] for folder in (shared.out, alone.out))
     assert ours == pytest.approx(theirs, rel=1e-5)

@@ -47,7 +47,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path):
 @pytest.mark.parametrize("damage", ['{"step": 1', "[1]", '{"loss": 1}', '{"step": "1"}', "\x00"])
 def test_damage_names_the_file_and_says_what_to_do(tmp_path, damage):
     (tmp_path / logs.METRICS).write_text(f'{{"step": 1}}\n{damage}\n{{"step": 3}}\n')
-    with pytest.raises(ValueError, match=rf"{tmp_path / logs.METRICS} .*; delete the file to go on") as caught:
+    with pytest.raises(ValueError, match=rf"{tmp_path / logs.METRICS} .*; delete the file to continue") as caught:
         logs.Metrics(tmp_path, 2, {}, None)
     assert "\n" not in str(caught.value)
 

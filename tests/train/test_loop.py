@@ -182,7 +182,9 @@ def test_validation_at_the_lengths_asked_for_that_fit(tiny, lengths, found):
     metrics = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text().splitlines()]
     assert [list(line.get("validation", {})) for line in metrics] == [found, found]
     left_out = [line for line in lines if line.startswith("no validation at")]
-    assert left_out == (["no validation at 64x: there are 1,024 tokens to validate on"] if "64x" in lengths else [])
+    assert left_out == (
+        ["no validation at 64x: there are only 1,024 tokens to validate on"] if "64x" in lengths else []
+    )
     assert list(train.run(config, resume=True).validation) == found
 
 

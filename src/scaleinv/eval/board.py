@@ -11,7 +11,7 @@ from scaleinv.eval.plan import Comparison, Job
 from scaleinv.progress import Progress, Report, clock
 
 BACKWARD = 3
-"""Training takes about so many times as long as evaluating the same tokens."""
+"""How many times longer training takes than evaluating the same tokens, roughly."""
 
 
 class Board:
@@ -41,13 +41,13 @@ class Board:
                 self.progress(f"{job.name}: {', '.join(model.losses)}")
 
     def fail(self, job: Job, message: str) -> None:
-        """A model failed: it takes no more time."""
+        """A model failed: it no longer counts towards the time left."""
         with self.lock:
             self.models[job].finish(failed=True)
             self.progress(f"failed: {job.name}: {message}")
 
     def close(self) -> None:
-        """Say how far the comparison came."""
+        """Say how many models are done."""
         with self.lock:
             done = sum(model.finished for model in self.models.values())
             self.progress(f"{done} of {len(self.models)} models in {clock(time.monotonic() - self.began)}")
@@ -61,7 +61,7 @@ class Board:
         return Report(text, passing=True, kind="comparison", done=done, models=len(models), seconds_left=left)
 
     def _seconds_left(self) -> float | None:
-        """From the tokens that all models have read since the start."""
+        """Estimated from the tokens that all models have read since the start."""
         read = sum(model.read - model.before for model in self.models.values())
         if not read:
             return None
@@ -88,7 +88,7 @@ class _Model:
         self.finished = self.seen = False
 
     def receive(self, record: dict[str, Any]) -> None:
-        """Take a record of the model's worker."""
+        """Take in a record of the model's worker."""
         kind = record["kind"]
         if kind == "step":
             self.read = record["step"] * self.step
@@ -99,7 +99,7 @@ class _Model:
         elif kind == "evaluated":
             self.passes += 1
             self.losses.append(f"{record['method']} at {record['length']} {record['mean']:.4f}")
-        if kind in ("step", "windows") and not self.seen:  # what was done before does not say how fast we are
+        if kind in ("step", "windows") and not self.seen:  # earlier work says nothing about the speed now
             self.before, self.seen = self.read, True
 
     def finish(self, failed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A model that reads its windows the way a decoder with a certified cache does, for `evaluate` and for study."""
+"""A model that reads its windows as a decoder with a certified cache does, for `evaluate` and for study."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ from scaleinv.train.validation import LengthLoss, usable_tokens
 from scaleinv.version import VERSION
 
 COUNTED = 65_536
-"""Validation tokens over which the bytes of a token are counted."""
+"""Validation tokens used to count the bytes per token."""
 
 
 class Stopped(RuntimeError):
-    """A signal ended the comparison; what was finished is kept."""
+    """A signal ended the comparison; finished work is kept."""
 
     def __init__(self, number: int, out: Path) -> None:
         super().__init__(f"stopped; run the same command again to resume {out}")
@@ -59,7 +59,7 @@ class Stopped(RuntimeError):
 
 
 def compare(plan: Comparison, progress: Progress = silent) -> Summary:
-    """Run the comparison, or what is left of it; writes and returns the summary."""
+    """Run the comparison, or the rest of it; writes and returns the summary."""
     with _empty_folders_removed(plan.out / "runs"):
         check_writable(plan.out)
         with locked(plan.out):
@@ -68,7 +68,7 @@ def compare(plan: Comparison, progress: Progress = silent) -> Summary:
 
 
 def _check(plan: Comparison) -> None:
-    """ValueError for what would stop every model, before any is trained."""
+    """Raise ValueError for anything that would stop every model, before any is trained."""
     config = plan.config(plan.all_jobs()[0])
     find_device(config.device)
     corpus = run_corpus(config, config.model.train_length, fit=True)
@@ -115,7 +115,7 @@ def _do(plan: Comparison, job: Job, workers: Workers, board: Board) -> None:
 
 
 def work_left(plan: Comparison, job: Job) -> Work | None:
-    """What is still to do for a model; None if nothing is."""
+    """What is left to do for a model; None if nothing is."""
     run, config = plan.run(job), plan.config(job)
     resume = (run / CONFIG).exists()
     train = None if finished(run) else resumed(config) if resume else config
@@ -155,7 +155,7 @@ def summarize(plan: Comparison) -> Summary:
 
 
 def _over_seeds(by_length: dict[str, list[LengthLoss]], alone: bool) -> dict[str, Measurement]:
-    """Mean and standard error over seeds at each length; with a single seed for all, the error over windows."""
+    """Mean and standard error over seeds at each length; if every method has one seed, the error over windows."""
     found = {}
     for label, values in by_length.items():
         means = [value.mean for value in values]
@@ -189,7 +189,7 @@ def _settings(plan: Comparison) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _empty_folders_removed(folder: Path) -> Iterator[None]:
-    """Folders that the body makes, down to ``folder``, go again if they stay empty."""
+    """Remove the folders that the body makes, down to ``folder``, if they stay empty."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
@@ -202,7 +202,7 @@ def _empty_folders_removed(folder: Path) -> Iterator[None]:
 
 @functools.cache
 def _tokens(run: Path) -> dict[str, Any]:
-    """What a loss is counted in: the tokenizer, and how many bytes of the validation text a token stands for."""
+    """The unit of a loss: the tokenizer, and how many bytes of the validation text a token stands for."""
     config, _ = read_config(run)
     tokenizer, data = run_tokenizer(run), run_corpus(config).val
     ids = data.read(0, min(data.total, COUNTED)).tolist()
@@ -213,7 +213,7 @@ def _tokens(run: Path) -> dict[str, Any]:
 
 
 def _parameters(plan: Comparison) -> dict[str, int]:
-    """Of each trained model, by its method."""
+    """The parameters of each trained model, by its method."""
     found = {}
     for job in plan.all_jobs():
         if job.tau is None and (plan.run(job) / CONFIG).exists():

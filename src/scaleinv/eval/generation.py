@@ -31,9 +31,9 @@ def generate(
         temperature: 0 takes the most likely token each time.
         top_k: choose among the k most likely only.
         top_p: choose among the fewest tokens that together have this probability.
-        seed: for the same text again; None for another each time.
+        seed: of the sampling; None for another text each time.
         stop: an id that ends the text; it is not yielded.
-        vocabulary: ids from here on are never chosen (a model's vocabulary may be padded past its tokenizer's).
+        vocabulary: ids of this or more are never chosen (a model's vocabulary may be padded past its tokenizer's).
         tolerance: decode with a `CertifiedKVCache`: each step leaves at most this share of the attention unread. None
             reads everything.
     """

@@ -35,14 +35,14 @@ class Evaluation:
     """The method the model was trained as."""
     train_length: int
     step: int | None
-    """Of the checkpoint; None for the run's newest weights."""
+    """The checkpoint's step; None for the run's newest weights."""
     weights: str | None
     """SHA-256 of the run's newest weights; None for a checkpoint."""
     tokens: int
-    """Held-out tokens asked for; windows × length is how many there were."""
+    """Held-out tokens asked for; windows × length is how many were used."""
     lengths: dict[str, LengthLoss]
     tolerance: float | None = None
-    """Share of the attention that may have been left unread (`scaleinv.CertifiedCache`); None for exact attention."""
+    """Share of the attention that may be left unread (`scaleinv.CertifiedCache`); None for exact attention."""
 
     def to_json(self) -> dict[str, Any]:
         values = dataclasses.asdict(self)
@@ -51,13 +51,13 @@ class Evaluation:
         return {"row": values.pop("method"), **values}
 
     def path(self, folder: Path) -> Path:
-        """``<method>-seed<n>.json``, of a checkpoint ``<method>-seed<n>-step<n>.json``; a tolerance is named too."""
+        """``<method>-seed<n>.json``, or ``…-step<n>.json`` for a checkpoint; a tolerance is named too."""
         checkpoint = "" if self.step is None else f"-step{self.step}"
         tolerance = "" if self.tolerance is None else f"-tolerance{self.tolerance:g}"
         return folder / f"{self.method}-seed{self.seed}{checkpoint}{tolerance}.json"
 
     def save(self, folder: Path) -> Path:
-        """Write the file, or enter these lengths in it if it is of the same model. A damaged one is replaced."""
+        """Write the file, or add these lengths to it if it is of the same model. A damaged one is replaced."""
         path = self.path(folder)
         try:
             earlier = read_evaluation(path)
@@ -135,13 +135,13 @@ def evaluate(
 
     Args:
         methods: for a RoPE-trained model also "rope+ntk" or "yarn"; None for its own.
-        tokens: at most so many of the held-out tokens, rounded down so that every length divides them.
+        tokens: the most held-out tokens to use, rounded down so that every length divides them.
         step: a checkpoint by its step; None for the newest weights.
         tolerance: read the windows as a decoder with a `scaleinv.CertifiedCache` does; None for exact attention.
-        device: "auto" for a GPU where there is one.
-        out: a folder, where each method is saved as soon as it is done.
+        device: "auto" for a GPU if there is one.
+        out: the folder in which each method is saved as soon as it is done.
         progress: takes lines of text.
-        context_parallel: how many of torchrun's ranks share each window: contexts that one device cannot hold.
+        context_parallel: how many of torchrun's ranks share each window, for contexts that one device cannot hold.
     """
     if context_parallel < 1:
         raise ValueError(f"context_parallel must be positive, got {context_parallel}")
@@ -159,19 +159,19 @@ def evaluate(
     weights = weights_digest(run) if step is None else None
     with world(device, context_parallel) as here:
         for length in named.values():
-            here.runs(length)  # a length that the ranks cannot share raises now
+            here.runs(length)  # raises now if the ranks cannot share this length
         with here.first_goes_first():
             data = run_corpus(config).val
         model, _ = load_model(run, here.device, step)
         model.context = here.context
         count = usable_tokens(data.total, tokens, list(named.values()))
         if out is not None:
-            check_writable(out)  # makes the folder, so only now that nothing else can be wrong
+            check_writable(out)  # makes the folder, so it comes after all other checks
         results = []
         for method in methods:
             model.use_method(method)
-            say = progress if here.first else silent
-            found = _by_length(model, data, named, count, config, here, tolerance, say)
+            shown = progress if here.first else silent
+            found = _by_length(model, data, named, count, config, here, tolerance, shown)
             made = (config.seed, model_method, config.model.train_length, step, weights, tokens)
             results.append(Evaluation(method, *made, found, tolerance))
             if out is not None:

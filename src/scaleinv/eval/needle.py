@@ -28,7 +28,7 @@ from scaleinv.train import store
 from scaleinv.train.passes import precision
 
 SAMPLES = 100
-"""Samples at each length."""
+"""Samples per length."""
 DEPTHS = 10
 """Bins of the needles' depths."""
 _Z95 = 1.959963984540054  # of the standard normal, two-sided 95 %
@@ -50,7 +50,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     share, z2 = right / total, _Z95**2
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = _Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    # The formula gives exactly 0 and 1 at the ends, but for rounding.
+    # Up to rounding, the formula gives exactly 0 and 1 at the ends.
     return (0.0 if right == 0 else middle - half), (1.0 if right == total else middle + half)
 
 
@@ -72,15 +72,16 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Accuracy by length and depth: ``{"1x": {"accuracy", "low", "high", "depths", …}, …}``.
 
-    Accuracy is over needles, each right if the greedy answer has its city and its number; low and high are Wilson's
-    95 % interval. ``token_accuracy`` and ``answer_loss`` (nats a token) are of the right answer, teacher-forced.
+    Accuracy is over needles: a needle is right if the greedy answer has its city and its number. Low and high are
+    Wilson's 95 % interval. ``token_accuracy`` and ``answer_loss`` (nats per token) are of the right answer,
+    teacher-forced.
 
     Args:
         data: held-out text for the haystacks.
         lengths: tokens in a sample, by label.
         samples: at each length.
-        records: a JSON Lines file, one line a sample; samples that it has already are not asked again.
-        settings: what the records depend on besides the task and the seed; a file made with others is refused.
+        records: a JSON Lines file, one line per sample; samples that it already has are not asked again.
+        settings: what the records depend on besides the task and the seed; a file with other settings is refused.
         batch_tokens: tokens read at a time, unless a single sample is longer.
         depths: bins of equal size; those without a needle are left out.
         tolerance: answer with a `scaleinv.CertifiedCache`; None for exact attention.
@@ -175,12 +176,12 @@ def _accuracy(correct: Iterable[bool]) -> dict[str, float]:
 
 
 def _head(task: NeedleTask, seed: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What samples depend on, but for their lengths."""
+    """What samples depend on, apart from their lengths."""
     return {"task": dataclasses.asdict(dataclasses.replace(task, length=1)), "seed": seed, **settings}
 
 
 def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], Record]:
-    """What a file of records has already, by length and index; its first line says what made it."""
+    """The records that a file already has, by length and index; its first line says what made it."""
     head = json.loads(json.dumps(head))
     lines = read_lines(path, "delete it to ask its samples again") if path.exists() else []
     if lines and lines[0] != {"settings": head}:
@@ -191,13 +192,13 @@ def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], 
     kept = lines[1:]
     for record in kept:
         if record.keys() != RECORD:
-            raise UnreadableFile(path, f"has a line that is no sample: {record!r:.60}", "delete it to ask again")
+            raise UnreadableFile(path, f"has a line that is not a sample: {record!r:.60}", "delete it to ask again")
     write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
     return {(record["length"], record["index"]): record for record in kept}
 
 
 def default_task(config: GPTConfig) -> tuple[NeedleTask, NeedleTraining]:
-    """What a model is asked unless told otherwise: the paper's task, or an easier one for the mini preset."""
+    """The default task and training: the paper's, or easier ones for the mini preset."""
     mini = PRESETS["mini"]
     small = all(getattr(config, name) == getattr(mini, name) for name in ("layers", "width", "heads"))
     if small:
@@ -229,12 +230,12 @@ def run_needle(
         lengths: multiples of the training length ("4x") or tokens.
         out: None for the run's own folder.
         methods: for a RoPE-trained model also "rope+ntk" or "yarn"; None for the method it was trained as.
-        task, training: None for `default_task`. The task's length is that of fine-tuning, which has needles at random
+        task, training: None for `default_task`. The task's length is that of fine-tuning, which puts needles at random
             places even if the task has a depth.
         samples: at each length.
         seed: of the samples.
-        device: "auto" for a GPU where there is one.
-        summary: also enter the accuracies in ``out/summary.json``.
+        device: "auto" for a GPU if there is one.
+        summary: also write the accuracies to ``out/summary.json``.
         progress: takes lines of text.
     """
     run = Path(run)
@@ -251,7 +252,7 @@ def run_needle(
     usual_task, usual_training = default_task(config.model)
     task, training = task or usual_task, training or usual_training
     corpus = store.run_corpus(config)
-    for length in named.values():  # a length that cannot be made is found before the fine-tuning
+    for length in named.values():  # an impossible length raises before the fine-tuning
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
     settings = {
         "train_length": config.model.train_length,
@@ -268,7 +269,7 @@ def run_needle(
     if summary:
         _check_summary(folder.parent, methods, settings)
     finetuned = folder / "models" / f"{model_method}-seed{config.seed}"
-    anywhere = dataclasses.replace(task, depth=None)  # a depth is asked for, not trained for
+    anywhere = dataclasses.replace(task, depth=None)  # the depth applies to the questions, not to training
     finetune(run, finetuned, anywhere, training, corpus=corpus, device=where, progress=progress)
     model, _ = store.load_model(finetuned, where)
     results = {}
@@ -297,7 +298,7 @@ def run_needle(
 
 
 def _save(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Write a result, with the lengths that the file has already if they are of the same samples; returns it.
+    """Write a result, keeping the lengths that the file already has if they are of the same samples; returns it.
 
     A damaged file is replaced: the records have every sample.
     """
@@ -313,7 +314,7 @@ def _save(path: Path, result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_summary(folder: Path, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """ValueError if the folder's summary has other methods of another task: one table cannot hold both."""
+    """Raise ValueError if the folder's summary has other methods with another task: one table cannot hold both."""
     path = folder / SUMMARY
     there = read_summary_if_any(path)
     if set(there.needle) - set(methods) and there.settings.get("needle") != json.loads(json.dumps(settings)):
@@ -321,7 +322,7 @@ def _check_summary(folder: Path, methods: Sequence[str], settings: Mapping[str, 
 
 
 def enter_in_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
-    """Enter results in a folder's summary.json, beside what is there: the accuracies of each method by length."""
+    """Add the accuracies of each method by length to a folder's summary.json."""
     path = folder / SUMMARY
     summary = read_summary_if_any(path)
     for method, result in results.items():

@@ -1,8 +1,8 @@
 """What a model answers: the likeliest token each time, and how it judges the right answer.
 
-Greedy decoding says the right answer exactly where the likeliest token is right at every place of it, so one pass over
-the whole sample settles most of them. Only where a token is wrong and needles are still open does the model go on from
-its own mistake, with the haystack's keys and values that the first pass left behind.
+Greedy decoding gives the right answer exactly if the likeliest token is right at every place of it, so one pass over
+the whole sample settles most cases. Only if a token is wrong while needles are still open does the model continue from
+its own mistake, reusing the haystack's keys and values from the first pass.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Reading:
     """One sample as the model reads it."""
 
     text: str
-    """What it answers, decoded greedily as far as is needed to judge it."""
+    """The model's answer, decoded greedily as far as needed to judge it."""
     correct: list[bool]
-    """Of each needle: city and number right."""
+    """For each needle, whether city and number are right."""
     tokens: int
-    """Tokens of the right answer,"""
+    """Number of tokens in the right answer."""
     tokens_right: int
-    """how many of them are the likeliest after what precedes them,"""
+    """How many of them are the likeliest after what precedes them."""
     loss: float
-    """and their mean loss in nats."""
+    """Their mean loss in nats."""
 
 
 @torch.no_grad()
@@ -42,11 +42,11 @@ def read_samples(
 ) -> list[Reading]:
     """Read samples of one length, all at once; memory is linear in their length.
 
-    With a tolerance, haystacks are read in full, and answers with a `CertifiedKVCache`.
+    With a tolerance, haystacks are read in full, and answers are decoded with a `CertifiedKVCache`.
     """
     device = next(model.parameters()).device
     tokens, mask = (x.to(device) for x in stack(samples))
-    # The shortest prompt, but for its last token, is common to all: the cache is filled with it, then the rest is run.
+    # The cache is filled up to the last token of the shortest prompt; the rest is then run for all samples together.
     start = min(sample.answer_start for sample in samples) - 1
     length = tokens.shape[1]
     cache = KVCache(context_length=length) if tolerance is None else CertifiedKVCache(tolerance, length)

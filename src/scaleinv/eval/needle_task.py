@@ -2,7 +2,7 @@
 
 A sample is natural text cut to the exact length, with needles "The special magic {city} number is {number}." inserted,
 then a question and the answer "city1=number1;city2=number2;…" in the order of the needles. It is put together from
-token ids and never encoded again, so its length is exact, and depends on the seed, the length and its index alone.
+token ids and never encoded again, so its length is exact. It depends only on the seed, the length and its index.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NeedleTask:
     length: int = 4096
     """Tokens of a whole sample: text, needles, question and answer."""
     depth: float | None = None
-    """Where in the text all needles are: 0 its start, 1 right before the question; None for uniformly random places."""
+    """Where all needles are: 0 at the text's start, 1 right before the question; None for uniformly random places."""
     needle: str = " The special magic {city} number is {number}."
     question: str = "\nThe special magic numbers are: "
 
@@ -67,7 +67,7 @@ class NeedleTask:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"cities must differ, got {', '.join(self.names)}")
         if len(self.names) < self.needles:
-            raise ValueError(f"cities must be at least as many as the needles, {self.needles}, got {len(self.names)}")
+            raise ValueError(f"cities must be at least as many as the {self.needles} needles, got {len(self.names)}")
         if self.depth is not None and not (math.isfinite(self.depth) and 0 <= self.depth <= 1):
             raise ValueError(f"depth must lie in [0, 1] or be None for random places, got {self.depth}")
         for field in ("{city}", "{number}"):
@@ -136,7 +136,7 @@ def make_sample(
     index: int,
     split: Literal["train", "val"] = "val",
 ) -> Sample:
-    """Sample ``index`` of a task, the same whichever others are made.
+    """Sample ``index`` of a task, independent of all other samples.
 
     Args:
         data: where the text comes from: the held-out split to evaluate, the training split to fine-tune.
@@ -183,7 +183,7 @@ def stack(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 def score(text: str, sample: Sample) -> list[bool]:
     """Which needles a generated text gets right: city and number, in their place.
 
-    What follows the last number is not looked at: nothing tells a model to stop there.
+    What follows the last number is ignored: nothing tells a model to stop there.
     """
     wanted = sample.answer.split(SEPARATOR)
     got = text.split(SEPARATOR, len(wanted) - 1)
@@ -205,11 +205,11 @@ def decided(text: str, sample: Sample) -> bool:
 
 
 def longest_answer(task: NeedleTask, tokenizer: Tokenizer) -> int:
-    """Tokens that an answer of this form takes at most: what a wrong answer may still use up."""
+    """The most tokens that an answer of this form takes, and so the most that a wrong answer may use."""
     widest = max(len(tokenizer.encode(city)) for city in task.names)
     return task.needles * (widest + task.digits + len(SEPARATOR + EQUALS))
 
 
 def _number(random: np.random.Generator, digits: int) -> str:
-    """Uniform among the numbers of so many digits, without a leading zero."""
+    """A uniformly random number of this many digits, without a leading zero."""
     return "".join(str(d) for d in [random.integers(1, 10), *random.integers(0, 10, digits - 1)])

@@ -32,15 +32,15 @@ class NeedleTraining:
     warmup: int = 100
     """Steps over which the learning rates rise from 0."""
     decay: int = 100
-    """Steps over which they fall to 0 at the end; between the two they are constant."""
+    """Steps at the end over which they fall to 0; between warm-up and decay they are constant."""
     sequences: int = 64
-    """Samples in an optimiser step, at the task's length."""
+    """Samples per optimiser step, at the task's length."""
     shortest: int = 96
-    """Tokens in the samples of the first steps, where there are ``short`` or ``growth`` steps."""
+    """Tokens per sample in the first steps, if there are ``short`` or ``growth`` steps."""
     short: int = 0
     """Steps with the shortest samples. Every step has the same number of tokens, so these have more samples."""
     growth: int = 0
-    """Steps over which the samples then grow to the task's length, by the same factor each step."""
+    """Steps over which the samples then grow to the task's length, by the same factor in each step."""
     rate: float = 1.0
     """Factor on the learning rates of pretraining."""
     seed: int = 0
@@ -69,7 +69,7 @@ class NeedleTraining:
 
     @classmethod
     def mini(cls) -> NeedleTraining:
-        """For `NeedleTask.mini`: short samples first, which have more answers in a step."""
+        """For `NeedleTask.mini`: short samples first, because they give more answers per step."""
         return cls(steps=900, warmup=30, decay=600, sequences=8, short=300, growth=300)
 
     def to_json(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def finetune(
 
     Args:
         corpus: the run's own, if it has been loaded already.
-        progress: takes progress, line by line.
+        progress: called with each line of progress.
     """
     training = training or NeedleTraining()
     run, out = Path(run), Path(out)
@@ -178,7 +178,7 @@ def answer_logits(model: GPT, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 def _gradients(
     model: GPT, config: TrainConfig, corpus: Corpus, task: NeedleTask, training: NeedleTraining, step: int
 ) -> tuple[float, float]:
-    """Gradients of one step; the mean loss of its answers' tokens in nats, and how many of them were the likeliest."""
+    """Compute one step's gradients; returns the answers' loss in nats per token, and the share of likeliest tokens."""
     sized = task.at(training.length(step, task.length))
     samples = [
         make_sample(sized, corpus.train, corpus.tokenizer, seed=training.seed, index=index, split="train")
@@ -200,7 +200,7 @@ def _gradients(
 
 
 def _claim(out: Path, settings: dict[str, Any]) -> None:
-    """Note what is fine-tuned in a folder, or refuse one where it is something else."""
+    """Note in a folder what is fine-tuned there; refuse the folder if it holds something else."""
     path = out / SETTINGS
     if not path.exists():
         if (out / store.CONFIG).exists():

@@ -21,7 +21,7 @@ SWEPT = "scale-invariant-p-rope"
 """The method whose lengthscale a sweep varies."""
 
 USUAL: dict[str, Any] = {"data": "sotu", "keep": 1, "val_lengths": "none"}
-"""Settings where they differ from those of a single run: a model is evaluated once, when it is trained."""
+"""Defaults that differ from those of a single run: a model is evaluated once, after training."""
 
 OWN = ("method", "seed", "out", "tau")
 """Settings that a comparison gives to each of its models."""
@@ -38,7 +38,7 @@ class Comparison:
     methods: Sequence[str] = ("all",)
     preset: str = "mini"
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings of `TrainConfig` and `GPTConfig` by name, where they differ from the preset's: ``{"steps": 400}``."""
+    """Settings of `TrainConfig` and `GPTConfig` by name that differ from the preset's: ``{"steps": 400}``."""
     seeds: int = 3
     lengths: str = "1x,4x,16x"
     """Context lengths to evaluate at, in multiples of the training length or in tokens."""
@@ -47,7 +47,7 @@ class Comparison:
     tau: Sequence[float] = ()
     """Lengthscales of a sweep, for figure 5."""
     jobs: int | None = None
-    """Processes at once; None for one a core, or one on a GPU."""
+    """Processes at once; None for one per core, or one on a GPU."""
     command: str | None = None
     """What the user typed, for the record."""
 
@@ -90,7 +90,7 @@ class Comparison:
         own = {"seed": job.seed, "out": str(self.run(job))} | ({} if job.tau is None else {"tau": job.tau})
         given = {**USUAL, **self.train, **own}
         if methods.row(job.model).logits != "scale-invariant":
-            given.pop("learnable_tau", None)  # which the other methods do not have
+            given.pop("learnable_tau", None)  # the other methods do not have it
         return preset(self.preset, job.model, **given)
 
     def run(self, job: Job) -> Path:
@@ -103,7 +103,7 @@ class Comparison:
         return folder / f"{method}-seed{job.seed}.json"
 
     def evaluated(self, job: Job, method: str) -> Evaluation | None:
-        """The evaluation of a finished model at all lengths and tokens of the plan; None where it is still to make.
+        """The evaluation of a finished model at all lengths and tokens of the plan; None if it must still be made.
 
         A damaged file counts as none: an evaluation can be made again.
         """
@@ -119,7 +119,7 @@ class Comparison:
         return found if same and found.lengths.keys() >= asked.keys() else None
 
     def check_folder(self, corpus: str) -> None:
-        """ValueError if the folder holds a comparison of other settings or data: they would mix silently.
+        """Raise ValueError if the folder holds a comparison with other settings or data: they would mix silently.
 
         Args:
             corpus: the SHA-256 of the data.
@@ -141,8 +141,8 @@ class Comparison:
             for name, value in wanted.items():
                 if found.get(name) is not None and found[name] != value:
                     raise ValueError(
-                        f"{path} is of a comparison with {name}={found[name]}, and {name}={value} is asked for: "
-                        "use another out"
+                        f"{path} is of a comparison with {name}={found[name]}, but {name}={value} is asked for: "
+                        "choose another out"
                     )
 
 
@@ -162,7 +162,7 @@ class Job:
 
 
 def finished(run: Path) -> bool:
-    """Does a run have the weights of its last step?"""
+    """Whether a run has the weights of its last step."""
     return (run / CONFIG).exists() and weights_step(run) == read_config(run)[0].steps
 
 
@@ -174,7 +174,7 @@ def resumed(config: TrainConfig) -> TrainConfig:
 
 
 def training_settings(config: TrainConfig) -> dict[str, Any]:
-    """What all models of a comparison share and their losses depend on, as JSON has it; the data go by their hash."""
+    """What all models share and their losses depend on, as JSON stores it; the data are named by their hash."""
     values = {**dataclasses.asdict(config.model), **dataclasses.asdict(config)}
     left_out = {"model", "vocab_size", "data", "val_data", "tokenizer", *OWN, *FREE}
     kept = {name: x for name, x in values.items() if name not in left_out and not name.startswith("val_")}

@@ -26,12 +26,12 @@ class Measurement:
     """A number with its uncertainty: a loss ± its standard error, or an accuracy and its interval."""
 
     value: float
-    """NaN where a run diverged."""
+    """NaN if a run diverged."""
     low: float | None
     high: float | None
     text: str
     record: dict[str, Any]
-    """As the file has it."""
+    """The record as it is in the file."""
 
 
 Measurements = dict[str, dict[str, Measurement]]
@@ -54,12 +54,12 @@ class Summary:
         return {"loss": _records(self.loss), "needle": _records(self.needle), "settings": self.settings}
 
     def with_loss(self, found: Measurements, settings: Mapping[str, Any], *, asked: Iterable[str]) -> Summary:
-        """With the losses of a comparison that asked for some methods: those of other methods stay, and so do needles.
+        """A copy with the losses of a comparison of some methods. Losses of other methods and all needles stay.
 
         Args:
             found: what the comparison has measured so far.
-            settings: of the comparison; they replace all but the needle's.
-            asked: the methods it asked for. Their earlier losses go.
+            settings: of the comparison; they replace all except the needle's.
+            asked: the methods of the comparison. Their earlier losses are dropped.
         """
         asked = set(asked)
         merged = {name: by for name, by in self.loss.items() if name not in asked} | found
@@ -68,7 +68,7 @@ class Summary:
         return Summary(ordered, self.needle, {**settings, **kept})
 
     def with_needle(self, found: Measurements, settings: Mapping[str, Any], train_length: int) -> Summary:
-        """With the accuracies of some methods; everything else stays."""
+        """A copy with the accuracies of some methods; everything else stays."""
         merged = {**self.needle, **found}
         ordered = {name: merged[name] for name in ordered_methods(merged)}
         changed = {**self.settings, "needle": dict(settings)}
@@ -81,7 +81,7 @@ def read_summary(path: Path) -> Summary:
 
 
 def read_summary_if_any(path: Path) -> Summary:
-    """`read_summary`, or an empty one where there is no file yet."""
+    """`read_summary`, or an empty one if there is no file yet."""
     return read_summary(path) if path.exists() else Summary()
 
 
@@ -164,14 +164,14 @@ def parse_accuracy(data: Any, where: str) -> Measurement:
 
 
 def mapping(data: Any, where: str) -> Mapping[str, Any]:
-    """``data`` if it is a JSON object; ValueError that says where it is not."""
+    """``data`` if it is a JSON object; otherwise ValueError says where it is not."""
     if not isinstance(data, Mapping):
         raise ValueError(f"{where} must be a JSON object, got {data!r:.60}")
     return data
 
 
 def number(data: Mapping[str, Any], key: str, where: str, *, optional: bool = False) -> Any:
-    """``data[key]`` as a float; null is NaN, or None (as is a missing key) where optional."""
+    """``data[key]`` as a float; null is NaN, or None if optional (as is a missing key)."""
     if key not in data and not optional:
         raise ValueError(f"{where} has no {key!r}")
     value = data.get(key)

@@ -1,7 +1,7 @@
 """A worker of a comparison: trains a model and evaluates it, in a process of its own.
 
 ``python -m scaleinv.eval.worker`` reads a `Work` as JSON from its standard input, and writes records to its standard
-output, a JSON object a line: ``{"kind": "step", "step": 10, "steps": 400, "loss": 2.1, …}``. The kinds are those of
+output, one JSON object per line: ``{"kind": "step", "step": 10, "steps": 400, "loss": 2.1, …}``. The kinds are those of
 `scaleinv.progress.Report`, "line" for any other line of progress, and "error" with a "message". What else is printed
 goes to standard error.
 """
@@ -24,7 +24,7 @@ MISTAKES = (ValueError, TypeError, RuntimeError, OSError, ImportError)
 
 
 def do(work: Work, send: Send) -> int:
-    """Do the work; returns the exit code, 128 + n where signal n ended it."""
+    """Do the work; returns the exit code, 128 + n if signal n ended it."""
 
     def progress(line: str) -> None:
         send(line.record if isinstance(line, Report) else {"kind": "line", "text": line})
@@ -47,7 +47,7 @@ def do(work: Work, send: Send) -> int:
 
 
 def main() -> int:
-    # The records keep the standard output for themselves: what a library prints joins the standard error.
+    # Standard output is for the records alone: what a library prints goes to standard error.
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

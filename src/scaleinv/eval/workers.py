@@ -17,7 +17,7 @@ COMMAND = (sys.executable, "-m", "scaleinv.eval.worker")
 
 
 class Workers:
-    """Processes that end with the ``with`` block's signals: each saves and leaves.
+    """Processes that a signal in the ``with`` block stops: each saves and leaves.
 
     Args:
         threads: of each process.
@@ -28,7 +28,7 @@ class Workers:
         self.lock = threading.Lock()
         self.running: set[subprocess.Popen[str]] = set()
         self.stopped = 0
-        """The number of the signal that stopped them; 0 before."""
+        """The number of the signal that stopped them; 0 if none did."""
 
     def __enter__(self) -> Workers:
         self.handlers: dict[int, Any] = {}
@@ -42,13 +42,13 @@ class Workers:
             signal.signal(number, handler)
 
     def stop(self, number: int, frame: object) -> None:
-        """Let every process save and leave."""
+        """Tell every process to save and leave."""
         self.stopped = number
         for process in list(self.running):
             process.terminate()
 
     def run(self, work: Work, receive: Send) -> None:
-        """Have the work done by a process of its own; RuntimeError with its message if it fails."""
+        """Do the work in a process of its own; RuntimeError with its message if it fails."""
         if self.stopped:
             raise RuntimeError("stopped")
         threads = {name: str(self.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
@@ -61,11 +61,11 @@ class Workers:
                 text=True,
                 encoding="utf-8",
                 env={**os.environ, **threads},
-                start_new_session=True,  # Ctrl-C reaches us alone, and we tell the others
+                start_new_session=True,  # Ctrl-C reaches only this process, which tells the others
             )
             with self.lock:
                 self.running.add(process)
-            if self.stopped:  # in between
+            if self.stopped:  # since the check above
                 process.terminate()
             message = _talk(process, work, receive)
             code = process.wait()

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``step-000100`` of safetensors files written by torch.distributed.checkpoint, with a
 ``manifest.json`` that holds the step and every file's size and hash. It is written under another name and renamed when
-complete, so a killed run leaves the last whole one. What was saved on several ranks loads on any number.
+complete, so a killed run leaves the last whole one. A checkpoint saved on several ranks loads on any number.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def _finish(partial: Path, final: Path, manifest: dict[str, Any], keep: int) -> 
 
 
 def _delete_old(folder: Path, keep: int) -> None:
-    """Delete what lies behind the newest ``keep`` whole checkpoints, and the damaged ones among them.
+    """Delete checkpoints older than the newest ``keep`` whole ones, and the damaged ones among these.
 
-    Nothing is deleted before so many have been found whole.
+    Nothing is deleted until that many have been found whole.
     """
     whole: list[Path] = []
     others: list[Path] = []
@@ -107,7 +107,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint and its manifest; damaged ones are reported and passed over."""
+    """The newest whole checkpoint and its manifest; damaged ones are reported and skipped."""
     for path in _found(folder):
         try:
             return path, _verified(path)
@@ -186,7 +186,7 @@ def _digests(path: Path) -> dict[str, dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _digest(path: Path, inode: int, changed: int, size: int) -> str:
-    """A file's hash: read once for each state of the file, so that the checkpoints kept are not read at every save."""
+    """A file's hash, computed once per state of the file, so that kept checkpoints are not read at every save."""
     digest = hashlib.blake2b()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -208,7 +208,7 @@ def _rank() -> int:
 
 
 def _any(flag: bool) -> bool:
-    """Does any rank say so? All of them wait for the answer."""
+    """Whether it is true on any rank. All of them wait for the answer."""
     if not dist.is_initialized():
         return flag
     flags: list[bool] = [False] * dist.get_world_size()
@@ -218,14 +218,14 @@ def _any(flag: bool) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.distributed.checkpoint warns of what is meant here: one process, and no consolidated copy."""
+    """Silence torch.distributed.checkpoint's warnings about what is intended: one process, no consolidated copy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause, in a line."""
+    """The first cause, in one line."""
     failures = getattr(error, "failures", None)
     if failures:
         inner = next(iter(failures.values()))

@@ -30,18 +30,18 @@ class TrainConfig:
         None, "bytes, gpt2, bpe, bpe:SIZE or a folder", unset="the shards' own, bytes for text", group="data"
     )
     order: Literal["random", "sequential"] = setting(
-        "random", "order of the training windows; random is a new one in every epoch and for every seed", group="data"
+        "random", "order of the training windows; random gives a new order per epoch and seed", group="data"
     )
     out: str = setting("runs/mini", "the run's folder", metavar="DIR")
     seed: int = setting(0, "seed of the initial weights and the order of windows", least=0)
 
     steps: int = setting(600, "optimiser steps", group="optimisation", least=1, resume=True)
     batch_tokens: int = setting(
-        4096, "tokens in one optimiser step, over all ranks", group="optimisation", least=1, most=2**31
+        4096, "tokens per optimiser step, over all ranks", group="optimisation", least=1, most=2**31
     )
     micro_tokens: int | None = setting(
         None,
-        "tokens in one forward pass of one rank: lower it if memory runs out",
+        "tokens per forward pass of one rank: lower it if memory runs out",
         unset="65,536 on a GPU, 16,384 on a CPU",
         group="optimisation",
         least=1,
@@ -51,7 +51,7 @@ class TrainConfig:
 
     schedule: Literal["linear", "cosine"] = setting(
         "linear",
-        "linear: constant, then linear to 0 over the last steps, see decay; cosine: to 0 over all steps",
+        "linear: constant, then falling linearly to 0 (see decay); cosine: falling to 0 over all steps",
         group="optimisation",
     )
     decay: float = setting(
@@ -74,7 +74,7 @@ class TrainConfig:
     )
     val_lengths: str = setting(
         "1x,4x,16x",
-        "validation lengths, in multiples of the training length or tokens; none for no validation",
+        "validation lengths, in multiples of the training length (4x) or in tokens; none turns validation off",
         group="validation and checkpoints",
         resume=True,
     )
@@ -130,7 +130,7 @@ class TrainConfig:
         return {} if self.val_lengths == "none" else lengths.parse(self.val_lengths, self.model.train_length)
 
     def fixed(self) -> dict[str, Any]:
-        """The settings that a run cannot change when it resumes: they make its model and the order of its data."""
+        """The settings that cannot change when a run resumes: they determine its model and the order of its data."""
         model = {f"model.{name}": value for name, value in dataclasses.asdict(self.model).items()}
         return {**model, **{name: getattr(self, name) for name in _FIXED}}
 

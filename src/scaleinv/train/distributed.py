@@ -33,11 +33,11 @@ class World:
     size: int
     device: torch.device
     context: Context | None = None
-    """The ranks that share each sequence with this one; None where each rank has sequences of its own."""
+    """The ranks that share each sequence with this one; None if each rank has its own sequences."""
 
     @property
     def groups(self) -> int:
-        """How many groups of ranks have sequences of their own."""
+        """How many groups of ranks there are, each with its own sequences."""
         return self.size if self.context is None else self.size // self.context.ranks
 
     @property
@@ -58,7 +58,7 @@ class World:
         return whole if self.context is None else self.context.split(length).take(whole, self.context.rank, 0)
 
     def document_ids(self, tokens: Tensor, end_of_text: int) -> Tensor:
-        """`scaleinv.data.document_ids`, where other ranks may hold the beginning of the sequence."""
+        """`scaleinv.data.document_ids`, even if other ranks hold the beginning of the sequence."""
         if self.context is None:
             return document_ids(tokens, end_of_text)
         return self.context.cumulative_sum((tokens == end_of_text).to(torch.int32))
@@ -77,7 +77,7 @@ class World:
         return value
 
     def any(self, flag: bool) -> bool:
-        """Does any rank say so?"""
+        """Whether it is true on any rank."""
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
@@ -88,7 +88,7 @@ class World:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others: what it caches on disk, they find. If it fails, they still go."""
+        """Rank 0 runs the body first, and the others, even if that fails, after it: they find what it cached on disk."""
         if not self.first:
             self.barrier()
         try:
@@ -98,7 +98,7 @@ class World:
                 self.barrier()
 
     def on_first(self, action: Callable[..., object], *arguments: Any) -> None:
-        """Rank 0 does it; if that fails, all ranks raise, so that none waits for another."""
+        """Only rank 0 calls the function; if that fails, all ranks raise, so that none waits for another."""
         problem: BaseException | None = None
         if self.first:
             try:
@@ -111,7 +111,7 @@ class World:
 
 @contextlib.contextmanager
 def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zigzag") -> Iterator[World]:
-    """Join the other processes where torchrun started several, and leave them at the end.
+    """Join the other processes if torchrun started several, and leave them at the end.
 
     Args:
         context_parallel: how many ranks share each sequence; it must divide their number.
@@ -120,7 +120,7 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
     size, rank, local = (int(os.environ.get(name, default)) for name, default in _VARIABLES)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device).type
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device")
+        raise ValueError(f"device {device!r} is not available: torch finds no CUDA device")
     chosen = (
         torch.device("cuda", local)
         if device in ("auto", "cuda") and kind == "cuda"
@@ -146,7 +146,7 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
             context = Context(mesh["context"], layout)
         yield World(rank, size, chosen, context)
         if started:
-            # Gloo can fail a rank in its last collective when another has hung up: wait for all to be out of it.
+            # With Gloo, a rank can fail in its last collective when another has left: wait until all are out of it.
             board.set(f"out of the last collective: {rank}", "")
             board.wait([f"out of the last collective: {other}" for other in range(size)])
     finally:
@@ -158,7 +158,7 @@ _VARIABLES = (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
 
 
 def shard(model: nn.Module, here: World, blocks: nn.ModuleList) -> None:
-    """FSDP2: each block's parameters, and the rest, split over the ranks, in place."""
+    """FSDP2: split each block's parameters, and the rest, over the ranks, in place."""
     if here.size == 1:
         return
     for block in blocks:
@@ -167,7 +167,7 @@ def shard(model: nn.Module, here: World, blocks: nn.ModuleList) -> None:
 
 
 def replicate(model: nn.Module, here: World, parallel: str) -> nn.Module:
-    """DDP around the model where there are several ranks; FSDP has been applied in place."""
+    """Wrap the model in DDP if there are several ranks; FSDP has already been applied in place."""
     if here.size == 1 or parallel == "fsdp":
         return model
     return DistributedDataParallel(model, device_ids=[here.device] if here.device.type == "cuda" else None)
@@ -175,7 +175,7 @@ def replicate(model: nn.Module, here: World, parallel: str) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulating(model: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients are exchanged only in the last of several backward passes."""
+    """Exchange gradients only in the last of several backward passes."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         yield

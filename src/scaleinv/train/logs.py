@@ -20,9 +20,9 @@ METRICS = "metrics.jsonl"
 
 
 class Metrics:
-    """Writes one JSON object a line, and the same numbers to TensorBoard and Weights & Biases.
+    """Writes one JSON object per step, and the same numbers to TensorBoard and Weights & Biases.
 
-    Lines past ``start`` (a resumed run's step) are dropped: they come again.
+    Lines past ``start`` (a resumed run's step) are dropped, because these steps are trained again.
     """
 
     def __init__(self, folder: Path, start: int, config: dict[str, Any], wandb_project: str | None) -> None:
@@ -34,7 +34,7 @@ class Metrics:
         self.board = _tensorboard(folder, start)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Add the numbers of a step; OSError that names the file where the disk is full."""
+        """Add the numbers of a step; on a full disk, OSError names the file."""
         line = (json.dumps(values) + "\n").encode()
         scalars = {name: value for name, value in _flat(values) if name != "step"}
         try:
@@ -62,10 +62,10 @@ class Metrics:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, each with its step; none if it is missing.
 
-    A last line that a killed run left half written is left out; other damage raises ValueError that names the file.
+    A last line that a killed run left half written is skipped; other damage raises ValueError that names the file.
     """
     path = folder / METRICS
-    advice = "delete the file to go on without the numbers so far"
+    advice = "delete the file to continue without the numbers so far"
     lines = read_lines(path, advice) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         if not isinstance(line.get("step"), int):
@@ -74,7 +74,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """One line: step, loss, learning rate, tokens a second, time to go. It stays in place on a terminal."""
+    """One line: step, loss, learning rate, tokens per second, time left. It stays in place on a terminal."""
 
     def __init__(self, steps: int, start: int, tokens: int, progress: Callable[[str], None], every: int) -> None:
         self.steps, self.start, self.tokens, self.progress, self.every = steps, start, tokens, progress, every
@@ -83,7 +83,7 @@ class Progress:
         self.rate = 0.0
 
     def pause(self, seconds: float) -> None:
-        """Time that was not training: it does not count."""
+        """Leave out time that was not spent training."""
         self.began += seconds
         self.marked += seconds
 
@@ -123,7 +123,7 @@ def _tensorboard(folder: Path, start: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.warning('no TensorBoard files: pip install "scaleinv[train]" for them')
+        logger.warning('no TensorBoard files are written: pip install "scaleinv[train]" to get them')
         return None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
@@ -132,5 +132,5 @@ def _wandb(project: str, folder: Path, config: dict[str, Any]) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise RuntimeError('reporting to Weights & Biases needs: pip install "scaleinv[wandb]"') from error
+        raise RuntimeError('reporting to Weights & Biases needs wandb: pip install "scaleinv[wandb]"') from error
     return wandb.init(project=project, dir=str(folder), config=config, name=folder.name, id=folder.name, resume="allow")

@@ -40,20 +40,20 @@ class Result:
     step: int
     """Optimiser steps done."""
     finished: bool
-    """False where a signal stopped it: resume it to go on."""
+    """False if a signal stopped it: resume it to continue."""
     signal: int | None
     validation: dict[str, LengthLoss]
-    """By length ("1x", as in ``val_lengths``), if the last step was reached."""
+    """Validation loss by length ("1x", as in ``val_lengths``), if the last step was reached."""
 
 
 def run(config: TrainConfig, *, resume: bool = False, progress: Callable[[str], None] = lambda text: None) -> Result:
-    """Train; with ``resume``, go on from the last whole checkpoint in ``config.out``.
+    """Train; with ``resume``, continue from the last whole checkpoint in ``config.out``.
 
-    SIGINT and SIGTERM save and leave. Under torchrun every rank calls this with the same arguments. Only one run at a
-    time may write to a folder: `scaleinv.files.FolderInUse` is raised for the second.
+    On SIGINT or SIGTERM it saves and stops. Under torchrun every rank calls this with the same arguments. Only one run
+    at a time may write to a folder: the second raises `scaleinv.files.FolderInUse`.
 
     Args:
-        progress: takes progress, line by line.
+        progress: called with each line of progress.
     """
     config = copy.deepcopy(config)  # the run fills in the vocabulary
     if not resume:
@@ -63,7 +63,7 @@ def run(config: TrainConfig, *, resume: bool = False, progress: Callable[[str], 
 
 
 def _check_method(config: TrainConfig) -> None:
-    """ValueError if a lengthscale is set that the method does not have."""
+    """Raise ValueError if a lengthscale is set but the method has none."""
     model = config.model
     if not isinstance(model.sized_method().logits, ScaleInvariant):
         for name, value, unset in (("tau", model.tau, TAU), ("learnable_tau", model.learnable_tau, False)):
@@ -77,13 +77,13 @@ class _Run:
             ranks = f"{here.groups} ranks" if here.context is None else f"{here.groups} groups of ranks"
             raise ValueError(f"batch_tokens makes {config.sequences} sequences, which {ranks} cannot share")
         for length in (config.model.train_length, *config.validation_lengths().values()):
-            here.runs(length)  # a length that the ranks cannot share raises now
+            here.runs(length)  # raises now if the ranks cannot share this length
         self.config, self.here, self.progress = config, here, progress
         self.folder = Path(config.out)
         self.checkpoints = self.folder / store.CHECKPOINTS
 
     def go(self, resume: bool, stack: contextlib.ExitStack) -> Result:
-        """Everything from opening the folder on; ``stack`` closes the folder again."""
+        """Open the folder and prepare everything; ``stack`` closes the folder again."""
         config, here = self.config, self.here
         here.on_first(self._open_folder, resume, stack)
         with here.first_goes_first():
@@ -99,7 +99,7 @@ class _Run:
             return self._train(step, caught)
 
     def _open_folder(self, resume: bool, stack: contextlib.ExitStack) -> None:
-        """Make and lock the folder, and look whether it fits; if nothing is written to it, it goes again."""
+        """Make, lock and check the folder; it is removed again if nothing is written to it."""
         made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         stack.callback(_remove_empty, made)
         store.check_writable(self.folder)
@@ -113,7 +113,7 @@ class _Run:
         checkpoint.remove_partial(self.checkpoints)
 
     def _open_logs(self, step: int, stack: contextlib.ExitStack) -> None:
-        # The metrics come first: without the packages that they need, the folder holds no run yet.
+        # The metrics come first: if a package that they need is missing, the folder holds no run yet.
         self.metrics = Metrics(self.folder, step, self.config.to_json(), self.config.wandb)
         stack.callback(self.metrics.close)
         store.write_run(self.folder, self.config, self.corpus)
@@ -129,7 +129,7 @@ class _Run:
         missing = [label for label in asked if label not in self.lengths]
         if missing:
             held_out = min(total, config.val_tokens)
-            self.progress(f"no validation at {', '.join(missing)}: there are {held_out:,} tokens to validate on")
+            self.progress(f"no validation at {', '.join(missing)}: there are only {held_out:,} tokens to validate on")
         lengths = [config.model.train_length, *self.lengths.values()]
         self.val_tokens = usable_tokens(total, config.val_tokens, lengths) if self.lengths else 0
 
@@ -160,11 +160,11 @@ class _Run:
         return model, step
 
     def _check_resume(self, path: Path, step: int, extra: dict[str, Any]) -> None:
-        """ValueError if a checkpoint is of other data or settings, or lies behind the last step."""
+        """Raise ValueError if a checkpoint has other data or settings, or is past the last step."""
         if "corpus" not in extra:
             raise ValueError(f"{path} is not a checkpoint of `scaleinv train`")
         if extra["corpus"] != self.corpus.sha256:
-            raise ValueError(f"data has changed since {path} was written: its hash is now {self.corpus.sha256}")
+            raise ValueError(f"the data changed after {path} was written: its hash is now {self.corpus.sha256}")
         settings = self.config.fixed()
         for name, value in extra.get("settings", {}).items():
             if settings.get(name, value) != value:
@@ -182,7 +182,7 @@ class _Run:
             backend = which_backend(probe, probe, probe, detail=True)
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
         if here.context is not None:
-            ranks += f", {here.context.ranks} to a sequence ({here.context.layout})"
+            ranks += f", {here.context.ranks} per sequence ({here.context.layout})"
         self.progress(f"{config.model.method}: {self.model.count_parameters():,} parameters on {here.device}{ranks}")
         self.progress(f"attention backend {backend}; {torch.get_num_threads()} threads")
         self.progress(f"data {self.corpus.description}")
@@ -213,14 +213,14 @@ class _Run:
             meter.pause(time.monotonic() - began)
             if stopping and not last:
                 number = caught[0] if caught else signal.SIGTERM
-                self.progress(f"stopped at step {step}; to go on: scaleinv train --resume {self.folder}")
+                self.progress(f"stopped at step {step}; to continue: scaleinv train --resume {self.folder}")
                 return Result(step, False, number, {})
         if validation is None:  # resumed after the last step, or no lengths
             validation = self._validate(step)
         return Result(step, True, None, validation)
 
     def _step(self, step: int, factor: float) -> float:
-        """One optimiser step; returns the mean loss before it."""
+        """Take one optimiser step; returns the mean loss before it."""
         config, here = self.config, self.here
         length = config.model.train_length
         inputs, targets = self.corpus.train.batch(
@@ -292,7 +292,7 @@ class _Run:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Delete those folders that are empty, the innermost first."""
+    """Delete the folders that are empty, innermost first."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
@@ -300,7 +300,7 @@ def _remove_empty(folders: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; a second SIGINT interrupts at once."""
+    """Collect SIGINT and SIGTERM instead of ending the process; a second SIGINT interrupts at once."""
     caught: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -310,7 +310,7 @@ def _signals() -> Iterator[list[int]]:
 
     try:
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread, which alone may handle signals
         yield caught
         return
     try:

@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024): momentum, then each matrix's update made orthogonal by five Newton–Schulz steps.
 
-The same update as `torch.optim.Muon` (tested against it), with two differences that need a class of our own: the
-iteration runs in float32 on CPU, where bfloat16 is a hundred times slower, and in a distributed run each matrix is
-orthogonalised by one rank and sent to the others, sharded parameters being gathered for that step.
+The update is that of `torch.optim.Muon` (tested against it), with two differences that need our own class: on CPU the
+iteration runs in float32, because bfloat16 is a hundred times slower there; and in a distributed run one rank
+orthogonalises each matrix, gathered if it is sharded, and sends it to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EPSILON = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """For the matrices of the blocks.
+    """Muon, for the matrices of the blocks.
 
     Args:
         params: 2-D parameters.
@@ -78,7 +78,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
-    """Each update made orthogonal. Matrices of one shape go together; over several ranks each takes its share."""
+    """Make each update orthogonal. Matrices of one shape go together; several ranks share the work."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     whole = [update.full_tensor() if isinstance(update, DTensor) else update for update in updates]

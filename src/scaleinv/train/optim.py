@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from scaleinv.train.config import TrainConfig
 from scaleinv.train.muon import Muon
 
-_MODEL = "model."  # before a weight's name, as "optimizer." is before a state's
+_MODEL = "model."  # prefix of a weight's name, as "optimizer." is of a state's
 
 
 def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -36,7 +36,7 @@ def build_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.
 
 
 def step(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """One step of all, with every learning rate at ``factor`` of its peak; then the gradients are gone."""
+    """One step of all optimisers, with every learning rate at ``factor`` of its peak; then drop the gradients."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -45,7 +45,7 @@ def step(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
 
 
 def initialize_states(optimizers: list[torch.optim.Optimizer]) -> None:
-    """States as before the first step, so that a checkpoint can be read into them."""
+    """Create the states as before the first step, so that a checkpoint can be read into them."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Inside, a model computes in bfloat16 on a GPU (its weights stay in float32), and as it is on a CPU."""
+    """A context in which a model computes in bfloat16 on a GPU (weights stay in float32), and unchanged on a CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def micro_batches(*tensors: Tensor, device: torch.device, tokens: int | None) -> list[tuple[Tensor, ...]]:
-    """Tensors ``[B, N]`` of a batch, cut alike into parts for one pass each, on the device.
+    """Tensors ``[B, N]`` of a batch, cut into the same parts, one per pass, on the device.
 
     Args:
-        tokens: at most so many in a part, but at least one sequence; None for 65,536 on a GPU and 16,384 on a CPU.
+        tokens: the most tokens per part, but at least one sequence; None for 65,536 on a GPU and 16,384 on a CPU.
     """
     limit = tokens or (65_536 if device.type == "cuda" else 16_384)
     rows = max(1, limit // tensors[0].shape[1])

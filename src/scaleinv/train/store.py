@@ -49,7 +49,7 @@ def write_config(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
 
 
 def read_config(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """A run's config, and the whole of its config.json."""
+    """A run's config, and all of its config.json."""
     path = Path(folder) / CONFIG
     if not path.exists():
         raise ValueError(f"{folder} holds no run: there is no {CONFIG} in it")
@@ -63,7 +63,7 @@ def read_config(folder: Path) -> tuple[TrainConfig, dict[str, Any]]:
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor], step: int) -> None:
-    """model.safetensors after so many steps, whole or not at all, with a hash of its tensors."""
+    """Write model.safetensors after ``step`` steps, whole or not at all, with a hash of its tensors."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -79,15 +79,15 @@ def write_weights(folder: Path, weights: dict[str, Tensor], step: int) -> None:
 def read_weights(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a run's model.safetensors, on the CPU, and its metadata, with their hash as "sha256".
 
-    Raises ValueError that names the file where it is missing, damaged, or its tensors do not have their hash. Files
-    from before there was a hash are taken as they are.
+    If the file is missing or damaged, or its tensors do not match their hash, raises ValueError that names it. Older
+    files without a hash are taken as they are.
     """
     from safetensors import SafetensorError, safe_open
 
     path = Path(folder) / WEIGHTS
     if not path.exists():
         raise UnreadableFile(path, "is missing", f"`scaleinv train --resume {folder}` writes it")
-    advice = f"`scaleinv train --resume {folder}` writes it anew from the last checkpoint"
+    advice = f"`scaleinv train --resume {folder}` writes it again from the last checkpoint"
     try:
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
@@ -111,7 +111,7 @@ def tensor_hash(tensors: dict[str, Tensor]) -> str:
 
 
 def weights_step(folder: Path) -> int | None:
-    """The step that model.safetensors is of; None where it is missing or damaged, or does not say."""
+    """The step of model.safetensors; None if the file is missing or damaged, or does not say."""
     try:
         return _weights(Path(folder))[0]
     except ValueError:
@@ -124,7 +124,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def _weights(folder: Path) -> tuple[int | None, str]:
-    """Step and hash of the newest weights, read once for each state of the file."""
+    """Step and hash of the newest weights, read once per state of the file."""
     path = folder / WEIGHTS
     stat = path.stat() if path.exists() else None
     return _read_state(folder, *((stat.st_ino, stat.st_mtime_ns, stat.st_size) if stat else (0, 0, 0)))
@@ -155,7 +155,7 @@ def load_model(
 
 
 def _check_fit(folder: Path, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """ValueError if weights are not those of the model that config.json describes."""
+    """Raise ValueError if the weights do not fit the model that config.json describes."""
     path = folder / WEIGHTS
     for name in sorted(expected.keys() | weights.keys()):
         found, wanted = (list(x[name].shape) if name in x else "no tensor" for x in (weights, expected))
@@ -180,7 +180,7 @@ def run_corpus(config: TrainConfig, min_length: int = 0, *, fit: bool = False) -
 
     Args:
         min_length: see `scaleinv.data.load_corpus`.
-        fit: a vocabulary of bytes, a model's default, gives way to the tokenizer's: for a run that is to begin.
+        fit: for a new run: replace a vocabulary of bytes, the model's default, by the tokenizer's.
     """
     vocab_size = config.model.vocab_size
     return load_corpus(
@@ -193,7 +193,7 @@ def run_corpus(config: TrainConfig, min_length: int = 0, *, fit: bool = False) -
 
 
 def check_writable(folder: Path) -> None:
-    """ValueError if nothing can be written there."""
+    """Raise ValueError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

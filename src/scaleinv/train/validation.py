@@ -15,22 +15,22 @@ from scaleinv.train.distributed import World
 from scaleinv.train.passes import precision
 
 WINDOW_TOKENS = 16_384
-"""Tokens in one forward pass, unless a single window is longer."""
+"""Tokens per forward pass, unless a single window is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LengthLoss:
-    """Loss in nats a token over windows of one length."""
+    """Loss in nats per token over windows of one length."""
 
     length: int
     mean: float
     stderr: float | None
-    """Of the mean, over windows; None for a single window."""
+    """Standard error of the mean, over windows; None for a single window."""
     windows: int
     positions: list[tuple[int, int, float]]
     """Mean loss by place in the window: (first, past the last, loss), in ranges that double."""
     losses: list[float] = dataclasses.field(default_factory=list)
-    """Of each window, in the order of the text, to pair with another model's; empty where they were not kept."""
+    """Loss of each window, in the order of the text, to pair with another model's; empty if they were not kept."""
 
     @property
     def tokens(self) -> int:
@@ -38,22 +38,22 @@ class LengthLoss:
 
 
 def usable_tokens(total: int, wanted: int, lengths: list[int]) -> int:
-    """The largest count up to ``wanted`` that every window length divides and that the data has a target for.
+    """The largest count up to ``wanted`` that every window length divides and for which the data has targets.
 
-    Where there is none, the longest length divides it, and shorter ones leave out what is not a whole window.
+    If there is none, only the longest length divides the count, and shorter ones leave out the rest of a window.
     """
     longest, most = max(lengths), min(wanted, total - 1)
     if most < longest:
         raise ValueError(
             f"validation at length {longest} needs at least {longest + 1} tokens, "
-            f"but there are {total} (of which {wanted} are asked for)"
+            f"but there are {total} (and {wanted} are asked for)"
         )
     step = math.lcm(*lengths)
     return most // step * step or most // longest * longest
 
 
 def fitting(lengths: dict[str, int], total: int, wanted: int) -> dict[str, int]:
-    """The lengths of which ``wanted`` of ``total`` tokens hold a window and its last target; ValueError for none."""
+    """The lengths that ``wanted`` of ``total`` tokens have room for; ValueError if there are none."""
     most = min(wanted, total - 1)
     found = {label: length for label, length in lengths.items() if length <= most}
     if lengths and not found:
@@ -95,9 +95,9 @@ def loss_at_length(
     places = torch.zeros(length, dtype=torch.float64, device=here.device)
     was_training = model.training
     model.eval()
-    # Ranks take turns, and all take equally many batches: under FSDP a forward needs all ranks.
+    # Ranks take turns, and all take the same number of batches: under FSDP a forward needs all ranks.
     batches = math.ceil(count / batch)
-    idle = [next(data.windows(length, tokens, runs))]  # for a rank whose turn finds no window left
+    idle = [next(data.windows(length, tokens, runs))]  # for a rank that finds no window left
     for number in range(math.ceil(batches / here.groups) * here.groups):
         start = number * batch
         pairs = [next(stream) for _ in range(min(batch, max(count - start, 0)))]
