@@ -88,7 +88,7 @@ class World:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """Rank 0 runs the body first, and the others, even if that fails, after it: they find what it cached on disk."""
+        """Rank 0 runs the body before the others, which find what it cached on disk. They run it even if it failed."""
         if not self.first:
             self.barrier()
         try:
