@@ -65,7 +65,7 @@ def test_grouped_queries_windows_and_caps_agree_with_attention() -> None:
         torch.testing.assert_close(lse, expected.detach())
     capped = Layer(0, query, key, None, transform, 3.0, softcap=2.0).scores(torch.arange(30))
     assert capped.abs().max() <= 2
-    with pytest.raises(ValueError, match="rotary=False cannot be had in layer 0"):
+    with pytest.raises(ValueError, match="rotary=False is not available in layer 0"):
         layer.scores(torch.arange(3), rotary=False)
 
 

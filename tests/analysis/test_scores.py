@@ -150,7 +150,7 @@ def test_a_damaged_calibration_is_named(tmp_path: Path, content: str, problem: s
     path = tmp_path / "factors.json"
     path.write_text(content)
     with pytest.raises(
-        ValueError, match=rf"factors\.json {problem}.*; `scaleinv analyze model` writes it anew"
+        ValueError, match=rf"factors\.json {problem}.*; `scaleinv analyze model` writes it again"
     ) as found:
         Calibration.load(path)
     assert "\n" not in str(found.value)

@@ -58,7 +58,7 @@ def test_revert_to_what_is_not_there_leaves_the_model_converted(stock: Stock, to
     expected = logits(model, tokens)
     scaleinv.hf.convert(model)
     settings, converted = scaleinv.hf.conversion(model), logits(model, tokens)
-    with pytest.raises(ValueError, match=r"cannot go back to attn_implementation='flash_attention_2' here"):
+    with pytest.raises(ValueError, match=r"attn_implementation='flash_attention_2' is not available for this model"):
         scaleinv.hf.revert(model, attn_implementation="flash_attention_2")
     assert scaleinv.hf.conversion(model) == settings
     assert torch.equal(logits(model, tokens), converted)

@@ -82,5 +82,5 @@ def test_qq_without_the_rotary_only_where_there_is_such_a_thing(tmp_path: Path) 
     assert len(plots.save_qq(scores(2), tmp_path)) == 4
     hidden = dataclasses.replace(scores(2), without_rotary=None)
     assert len(plots.save_qq(hidden, tmp_path)) == 2
-    with pytest.raises(ValueError, match="rotary=False cannot be had"):
+    with pytest.raises(ValueError, match="rotary=False is not available"):
         plots.draw_qq(hidden, rotary=False)

@@ -83,7 +83,7 @@ def test_terminal_table_is_aligned(results: Path) -> None:
 
 def test_differences_are_paired_and_marked_within_noise(results: Path) -> None:
     lines = (results / "tables" / "differences.md").read_text(encoding="utf-8").splitlines()
-    assert lines[0].startswith("Loss less that of Scale-invariant + p-RoPE (nats per byte), mean over the same seeds")
+    assert lines[0].startswith("Loss minus that of Scale-invariant + p-RoPE (nats per byte), mean over the same seeds")
     assert lines[2] == "| method | 1× (512) | 4× (2k) | 16× (8k) |"
     # A seed adds 0.004 to both, which cancels, and 0.004 to one: ± 0.002. With two seeds noise is 12.7 times that.
     assert "| rope | *+0.001 ± 0.002* | +0.245 ± 0.002 | +1.059 ± 0.002 |" in lines

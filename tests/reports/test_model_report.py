@@ -63,7 +63,7 @@ def test_lengths() -> None:
 def test_a_second_model_does_not_write_over_the_first(tmp_path: Path) -> None:
     model_report(make_gpt(), TOKENS, ["2x"], tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    held = r"out .* holds results of model scale-invariant-p-rope, weights \w+, and these are of model "
+    held = r"out .* holds results of model scale-invariant-p-rope, weights \w+, but these are of model "
     with pytest.raises(ValueError, match=held + "rope, weights"):
         model_report(make_gpt("rope"), TOKENS, ["2x"], tmp_path)
     trained = make_gpt()
@@ -78,7 +78,7 @@ def test_a_second_model_does_not_write_over_the_first(tmp_path: Path) -> None:
 
 def test_a_folder_of_an_earlier_version_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "scores.json").write_text('{"model": "alibi"}')
-    with pytest.raises(ValueError, match="holds results of model alibi, and these are of model rope"):
+    with pytest.raises(ValueError, match="holds results of model alibi, but these are of model rope"):
         model_report(make_gpt("rope"), TOKENS, ["2x"], tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bos is None
     assert tokens[:6].tolist() == [256, *b"It wa"]
     assert len(tokens) > 800  # four windows
-    with pytest.raises(ValueError, match=r"text '.*book.txt' holds .* tokens, and the longest context .* is 999,999"):
+    with pytest.raises(ValueError, match=r"text '.*book.txt' holds .* tokens, but the longest context .* is 999,999"):
         analyze_model(str(run), ["999999"], book, tmp_path / "no")
     assert not (tmp_path / "no").exists()
 

@@ -32,7 +32,7 @@ def test_report_writes_everything_and_can_be_stopped(tmp_path: Path) -> None:
 
 def test_other_settings_do_not_write_over_a_folder(tmp_path: Path) -> None:
     (tmp_path / "theory.json").write_text('{"longest": 16384, "samples": 20, "seed": 1}')
-    held = "holds results of longest 16384, samples 20, seed 1, and these are of longest 16384, samples 20, seed 0"
+    held = "holds results of longest 16384, samples 20, seed 1, but these are of longest 16384, samples 20, seed 0"
     with pytest.raises(ValueError, match=held):
         theory_report(tmp_path, longest=2**14, samples=20)
     assert {path.name for path in tmp_path.iterdir()} == {"theory.json"}

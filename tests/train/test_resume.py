@@ -104,7 +104,7 @@ def test_changed_data_is_refused(tiny, book):
     train.run(config)
     for path in book.iterdir():
         path.write_text(path.read_text().replace("fox", "cat"))
-    with pytest.raises(ValueError, match="data has changed"):
+    with pytest.raises(ValueError, match="the data changed after"):
         train.run(dataclasses.replace(config, steps=6), resume=True)
 
 

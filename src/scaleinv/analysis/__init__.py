@@ -8,7 +8,7 @@
 - `figures`: the numbers of the paper's figures 1 (top), 2 and 6
 - `capture`: the queries and keys that reach attention in a model, ours or Hugging Face's (`capture_hf`)
 - `paired`: differences between methods on the same seeds and windows
-- `model`, `scores`, `calibrate`: where a model's attention goes, whether its scores are Gaussian, and what mends them
+- `model`, `scores`, `calibrate`: where a model's attention goes, whether its scores are Gaussian, and factors for them
 - `sparsity`: how much of its cache each layer and head needs
 """
 

@@ -1,7 +1,7 @@
-"""Factors that bring the scores of every head to a standard deviation of 1: for models that have no QK-norm.
+"""Factors that bring the scores of every head to a standard deviation of 1, for models without QK-norm.
 
-The scale-invariant logits a_t S + m_t are made for scores S of variance 1. A model without QK-norm has others, so a
-conversion without training does better with the scores of each head divided by their standard deviation:
+The scale-invariant logits a_t S + m_t are made for scores S of variance 1. A model without QK-norm has other variances,
+so a conversion can divide the scores of each head by their standard deviation:
 
     calibration = scaleinv.analysis.calibrate(model, tokens)
     scaleinv.hf.convert(model, calibration=calibration)
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration(Mapping[int, Tensor]):
-    """A factor of the scores for each layer and head; also a mapping from the layer to its factors ``[heads]``."""
+    """A factor of the scores per layer and head; also a mapping from the layer to its factors ``[heads]``."""
 
     model: str
-    """What the model is called."""
+    """The model's name."""
     layers: tuple[int, ...]
     """The layers that have attention, as the model numbers them."""
     scale: Tensor
@@ -44,7 +44,7 @@ class Calibration(Mapping[int, Tensor]):
 
     @classmethod
     def of(cls, scores: ScoreStatistics) -> Calibration:
-        """From statistics that are there already. A head whose scores are all alike keeps 1, with a warning."""
+        """The calibration from existing statistics. A head whose scores are all equal keeps 1, with a warning."""
         deviation = scores.rotary.variance.sqrt()
         flat = ~(deviation > 1e-8)
         if bool(flat.any()):
@@ -67,8 +67,8 @@ class Calibration(Mapping[int, Tensor]):
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """What `save` wrote."""
-        advice = "`scaleinv analyze model` writes it anew"
+        """Read what `save` wrote."""
+        advice = "`scaleinv analyze model` writes it again"
         values = read_object(path, advice)
         try:
             scale = torch.tensor(values["scale"], dtype=torch.float64)
@@ -91,9 +91,9 @@ class Calibration(Mapping[int, Tensor]):
 def calibrate(
     model: nn.Module, tokens: Tensor | Sequence[int], length: int | None = None, **options: Any
 ) -> Calibration:
-    """The factor for each head that would make the standard deviation of its scores 1, measured on a text.
+    """The factor per head that would make the standard deviation of its scores 1, measured on a text.
 
-    Scores are those before the logit transform, with the rotary that the model has at the moment; a factor that a
-    conversion already applies does not count. ``length`` and ``options`` are those of `score_statistics`.
+    Scores are those before the logit transform, with the rotary that the model has now; a factor that a conversion
+    already applies does not count. ``length`` and ``options`` are those of `score_statistics`.
     """
     return Calibration.of(score_statistics(model, tokens, length, **options))

@@ -1,7 +1,7 @@
 """What reaches attention in a model: queries and keys, layer after layer, on real text.
 
-`capture` runs the model once and hands over each `Layer` as the model comes to it. Nothing is kept: whoever takes the
-layer computes what it needs, for a block of queries at a time, so that no N × N matrix ever exists.
+`capture` runs the model once and passes on each `Layer` as the model reaches it. Nothing is kept: the receiver computes
+what it needs, for a block of queries at a time, so that no N × N matrix ever exists.
 
 Works on our `GPT` and on Hugging Face models (`scaleinv.analysis.capture_hf` says which).
 """
@@ -27,7 +27,7 @@ BLOCK = 1 << 21
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Queries and keys of one layer, and how attention makes logits of them. Query and key n both stand at n."""
+    """Queries and keys of one layer, and how attention turns them into logits. Query n and key n share a position."""
 
     index: int
     """The layer's number in the model."""
@@ -36,7 +36,7 @@ class Layer:
     key: Tensor
     """``[B, KV, N, D]``; query head h reads key head ``h // (H / KV)``."""
     unrotated: tuple[Tensor, Tensor] | None
-    """Query and key before the rotary; None where the model does not let us see them."""
+    """Query and key before the rotary; None if the model does not show them."""
     transform: LogitTransform
     scale: float
     """Multiplies q·k."""
@@ -45,7 +45,7 @@ class Layer:
     softcap: float | None = None
     """The score becomes ``softcap · tanh(score / softcap)`` (Gemma 2)."""
     sinks: Tensor | None = None
-    """A logit for each head that takes its share of the softmax and reads nothing (GPT-OSS)."""
+    """One logit per head that takes its share of the softmax and reads nothing (GPT-OSS)."""
 
     @property
     def heads(self) -> int:
@@ -58,12 +58,12 @@ class Layer:
         return self.query.shape[2]
 
     def scores(self, positions: Tensor, rotary: bool = True) -> Tensor:
-        """S of the queries at ``positions [R]``: ``[B, H, R, N]``, a column for each key, seen or not.
+        """S of the queries at ``positions [R]``: ``[B, H, R, N]``, one column per key, seen or not.
 
         In float32, or float64 for a float64 model.
         """
         if not rotary and self.unrotated is None:
-            raise ValueError(f"rotary=False cannot be had in layer {self.index}: its rotary embedding is out of sight")
+            raise ValueError(f"rotary=False is not available in layer {self.index}: its rotary is hidden")
         query, key = (self.query, self.key) if rotary or self.unrotated is None else self.unrotated
         dtype = torch.promote_types(query.dtype, torch.float32)
         grouped = query[:, :, positions].to(dtype).unflatten(1, (key.shape[1], -1))  # [B, KV, H / KV, R, D]
@@ -71,7 +71,7 @@ class Layer:
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def logits(self, positions: Tensor) -> Tensor:
-        """L of the queries at ``positions [R]``: float64 ``[B, H, R, N]``, a column for each distance.
+        """L of the queries at ``positions [R]``: float64 ``[B, H, R, N]``, one column per distance.
 
         -inf where there is no key at that distance, or where it is hidden.
         """
@@ -97,7 +97,7 @@ def capture(model: nn.Module, tokens: Tensor, consume: Consume) -> None:
     """Run a model over ``tokens [B, N]`` and call ``consume`` with every layer, in order, as the model reaches it.
 
     Args:
-        model: our `GPT` or a Hugging Face causal language model; it comes back as it was.
+        model: our `GPT` or a Hugging Face causal language model; it is restored afterwards.
     """
     training = model.training
     model.eval()
@@ -120,7 +120,7 @@ def training_length(model: nn.Module) -> int:
 
 
 def model_name(model: nn.Module) -> str:
-    """What to call a model: our GPT's method, or the end of a Hugging Face model's path."""
+    """A name for a model: our GPT's method, or the end of a Hugging Face model's path."""
     own = _own(model)
     if own is not None:
         return own.config.method
@@ -140,21 +140,21 @@ def windows_of(tokens: Tensor | Sequence[int], length: int, count: int, bos: int
         raise ValueError(f"windows must be at least 1, got {count}")
     text = length if bos is None else length - 1
     if not 1 <= text <= stream.numel():
-        raise ValueError(f"lengths must lie in 2 … {stream.numel()}, the tokens there are, got {length}")
+        raise ValueError(f"lengths must lie in 2 … {stream.numel()}, the number of tokens, got {length}")
     prefix = stream.new_tensor([] if bos is None else [bos])
     found = min(count, stream.numel() // text)
     return (torch.cat([prefix, stream[n * text : (n + 1) * text]]).to(torch.int64)[None] for n in range(found))
 
 
 def blocks_of(positions: Tensor, layer: Layer, block: int | None = None) -> tuple[Tensor, ...]:
-    """``positions`` in blocks of ``block`` queries; None for what `BLOCK` allows."""
+    """``positions`` in blocks of ``block`` queries; None for as many as `BLOCK` allows."""
     if block is not None and block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     return positions.to(layer.query.device).split(block or max(1, BLOCK // (layer.heads * layer.length)))
 
 
 def _own(model: nn.Module) -> GPT | None:
-    """The model, or what it wraps (`scaleinv.hf.gpt` does), where that is our GPT."""
+    """The model, or what it wraps (as `scaleinv.hf.gpt` does), if that is our GPT."""
     inner = getattr(model, "gpt", model)
     return inner if isinstance(inner, GPT) else None
 

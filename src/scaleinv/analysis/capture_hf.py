@@ -1,12 +1,12 @@
 """Queries and keys of Hugging Face models: every decoder-only model that `scaleinv.hf` can convert.
 
-A stock model runs, for the time of the capture, as a conversion to plain logits: the same function, computed by our
-attention, which tells us the geometry (a sliding window, say) and needs no N × N mask. A converted model runs as it is.
+During the capture, a stock model runs as a conversion to plain logits: the same function, computed by our attention,
+which knows the geometry (such as a sliding window) and needs no N × N mask. A converted model runs as it is.
 
-What queries and keys are before the rotary embedding shows when the model calls ``apply_rotary_pos_emb`` or a sibling
-of that name, as almost all of transformers does: for the time of the capture these functions take notes. What they
+Queries and keys before the rotary embedding are seen when the model calls ``apply_rotary_pos_emb`` or a function of a
+similar name, as almost all of transformers does: during the capture these functions record their calls. What they
 returned is compared with what then reaches attention, so that nothing is mistaken. Models that do more in between
-(DeepSeek, where a part of each head is rotated apart) give no scores without the rotary; all else works.
+(DeepSeek rotates part of each head separately) give no scores without the rotary; everything else works.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class _Notes:
         self.spaces = spaces
         """Namespaces with a rotary function, by id."""
         self.rotary = rotary
-        """Has the model a rotary embedding at all?"""
+        """Whether the model has a rotary embedding at all."""
         self.call: tuple[Any, Any] | None = None
 
     def take(self, module: nn.Module, query: Tensor, key: Tensor) -> Pair | None:
-        """The query and key of a layer before the rotary; None where they are not what the function was given."""
+        """The query and key of a layer before the rotary; None if they are not what the function was given."""
         call, self.call = self.call, None
         if call is None:  # a model or a layer without rotary, or a rotary that we do not see
             seen = not self.rotary or id(_namespace(module)) in self.spaces
@@ -121,7 +121,7 @@ class _Notes:
 
 @contextlib.contextmanager
 def _notes(model: PreTrainedModel) -> Iterator[_Notes]:
-    """Let the model's rotary functions take notes."""
+    """Let the model's rotary functions record their calls."""
     found = {
         (id(space), name): (space, value)
         for space in map(_namespace, model.modules())

@@ -18,7 +18,7 @@ class Definitions:
     verdicts: dict[str, dict[str, Verdict]]
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``definitions.csv``, a line for each verdict, and ``definitions.json`` with the evidence."""
+        """Write ``definitions.csv``, one line per verdict, and ``definitions.json`` with the evidence."""
         rows = [
             {
                 "method": method,

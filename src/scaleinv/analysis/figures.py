@@ -1,6 +1,6 @@
 """The numbers behind the paper's figures 1 (top), 2 and 6: independent Gaussian scores.
 
-`scaleinv.plots.theory` draws them. Each saves itself as CSV, one row for each point, and as JSON with everything.
+`scaleinv.plots.theory` draws them. Each saves itself as CSV, one row per point, and as JSON with everything.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ContextFigure:
     """Figure 1, top: against the context length N, the entropy of the whole distribution, the entropy inside the
     farthest range [N/ratio, N), and the share of attention on the most recent tokens.
 
-    For plain and LogN logits that share is recent/N in expectation, exactly. LogN's is carried by rare samples at large
-    N, so that its sample mean and error are both mostly too small there.
+    For plain and LogN logits the expectation of that share is exactly recent/N. At large N, LogN's comes from rare
+    samples, so that its sample mean and error are both usually too small there.
     """
 
     name: ClassVar[str] = "figure1-gaussian"

@@ -1,7 +1,7 @@
 """Where a model's attention goes, on real text: the quantities of figure 1, for every layer and head.
 
 The queries are a sample from the last eighth of each window, so that all of them see almost the whole context. The
-first token is an attention sink and an outlier: its share is reported apart, and everything else is about the
+first token is an attention sink and an outlier: its share is reported separately, and everything else describes the
 distribution over the other keys, renormalised.
 """
 
@@ -21,9 +21,9 @@ from scaleinv.analysis.ranges import Range, range_sums
 from scaleinv.files import UnreadableFile, read_object, write_data
 
 RECENT = 100
-"""The most recent tokens, whose share is watched."""
+"""How many of the most recent tokens `recent_share` counts."""
 
-REMAKE = "`scaleinv analyze model` writes it anew"
+REMAKE = "`scaleinv analyze model` writes it again"
 """What to do about a damaged file."""
 
 
@@ -31,7 +31,7 @@ REMAKE = "`scaleinv analyze model` writes it anew"
 class LengthStatistics:
     """One context length N: means over queries and windows, float64 ``[layers, heads]``. Entropies are in nats.
 
-    A quantity of keys that no query sees (behind a sliding window) is NaN, its share 0.
+    For keys that no query sees (beyond a sliding window) a quantity is NaN, and a share is 0.
     """
 
     length: int
@@ -45,7 +45,7 @@ class LengthStatistics:
     recent_share: Tensor
     """Attention on the most recent tokens, of 1."""
     sink_share: Tensor
-    """What the first token takes (and a learned sink, where the model has one) of all attention, itself included."""
+    """Share of all attention that the first token takes, together with a learned sink if the model has one."""
     ranges: tuple[Range, ...]
     """R ranges of distances: the token itself, then decades."""
     range_share: Tensor
@@ -60,7 +60,7 @@ class ModelStatistics:
 
     file: ClassVar[str] = "attention"
     model: str
-    """What the model is called."""
+    """The model's name."""
     layers: tuple[int, ...]
     """The layers that have attention, as the model numbers them."""
     lengths: tuple[LengthStatistics, ...]
@@ -75,12 +75,12 @@ class ModelStatistics:
         return found[length]
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``attention.csv``, a line for each length, layer, head and range, and ``attention.json``."""
+        """Write ``attention.csv``, one line per length, layer, head and range, and ``attention.json``."""
         return write_data(folder, self.file, self._rows(), listed(self))
 
     @classmethod
     def load(cls, path: Path) -> ModelStatistics:
-        """What `save` wrote, from the folder or from ``attention.json`` itself."""
+        """Read what `save` wrote, from the folder or from ``attention.json`` itself."""
         path = Path(path) / f"{cls.file}.json" if Path(path).is_dir() else Path(path)
         values = read_object(path, REMAKE)
         try:
@@ -185,7 +185,7 @@ def model_statistics(
 
 
 def check_lengths(lengths: Sequence[int], recent: int = RECENT) -> None:
-    """ValueError unless there are lengths, all longer than the most recent tokens."""
+    """Raise ValueError unless there are lengths, all longer than the most recent tokens."""
     if not lengths or min(lengths) <= recent:
         raise ValueError(f"lengths must exceed recent={recent}, got {list(lengths)}")
 
@@ -234,7 +234,7 @@ def _restored(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shapes(entry: LengthStatistics, layers: int) -> None:
-    """ValueError unless all tensors are of as many layers, heads and ranges."""
+    """Raise ValueError unless all tensors have the same layers, heads and ranges."""
     heads = entry.entropy.shape[-1]
     for name in ("entropy", "far_entropy", "recent_share", "sink_share", "range_share", "range_entropy"):
         shape = [layers, heads, len(entry.ranges)][: 3 if name.startswith("range_") else 2]
@@ -244,7 +244,7 @@ def _check_shapes(entry: LengthStatistics, layers: int) -> None:
 
 
 class _Collector:
-    """Takes layers, and keeps of each query the entropies and shares of ``ranges``, the whole context first."""
+    """Takes layers and keeps each query's entropies and shares of ``ranges``, the whole context first."""
 
     def __init__(self, positions: Tensor, ranges: list[Range], block: int | None) -> None:
         self.positions, self.ranges, self.block = positions, ranges, block
@@ -266,10 +266,10 @@ class _Collector:
         return tuple(values.transpose(0, 1).flatten(1, 2).cpu() for values in (sums.entropy, sums.share(0), taken))
 
     def mean(self, layers: tuple[int, ...], item: int) -> Tensor:
-        """Over the queries ``[layers, heads, …]``; one that sees nothing of a range does not count there."""
+        """The mean over queries ``[layers, heads, …]``; a query that sees nothing of a range does not count there."""
         rows = [torch.cat([part[item] for part in self.found[layer]], 1).nanmean(1) for layer in layers]
         if len({row.shape for row in rows}) > 1:
-            raise ValueError(f"model must have as many heads in each layer, got {[row.shape[0] for row in rows]}")
+            raise ValueError(f"model must have equally many heads in all layers, got {[row.shape[0] for row in rows]}")
         return torch.stack(rows)
 
 

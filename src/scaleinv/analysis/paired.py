@@ -25,7 +25,7 @@ class SeedLoss:
 
     mean: float
     windows: tuple[float, ...] = ()
-    """Of each window, in the order of the text; empty where the file does not say."""
+    """Loss of each window, in the order of the text; empty if the file does not say."""
 
 
 SeedLosses = dict[str, dict[str, dict[int, SeedLoss]]]
@@ -34,20 +34,20 @@ SeedLosses = dict[str, dict[str, dict[int, SeedLoss]]]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A method's loss less the base's, mean over pairs."""
+    """A method's loss minus the base's, mean over pairs."""
 
     value: float
     error: float | None
-    """Paired standard error; None where there is a single pair."""
+    """Paired standard error; None if there is a single pair."""
     seeds: int
     windows: int | None
-    """In each seed; None where only the means of seeds are paired."""
+    """Windows per seed; None if only the means of seeds are paired."""
     limit: float = math.nan
     """How many standard errors are within noise, at 95 %."""
 
     @property
     def within_noise(self) -> bool:
-        """Could the difference be nothing, at 95 %?"""
+        """Whether the difference could be zero, at 95 %."""
         return self.error is not None and abs(self.value) <= self.limit * self.error
 
 
@@ -68,7 +68,7 @@ def seed_losses(evaluations: Iterable[Evaluation]) -> SeedLosses:
 
 
 def paired_differences(losses: SeedLosses, base: str) -> dict[str, dict[str, Difference]]:
-    """By method and length, the loss less that of ``base`` with the same seeds, where both were measured.
+    """By method and length, the loss minus that of ``base`` with the same seeds, if both were measured.
 
     >>> losses = {"a": {"1x": {0: SeedLoss(1.2), 1: SeedLoss(1.4)}}, "b": {"1x": {0: SeedLoss(1.0), 1: SeedLoss(1.1)}}}
     >>> found = paired_differences(losses, "b")["a"]["1x"]
@@ -100,9 +100,10 @@ def _difference(pairs: Sequence[tuple[SeedLoss, SeedLoss]]) -> Difference:
 
 
 def standard_error(table: Sequence[Sequence[float]]) -> float | None:
-    """Standard error of the mean of a table, seeds × windows, both of them a sample; None for a single number.
+    """Standard error of the mean of a table, seeds × windows, both of them samples; None for a single number.
 
-    The variances of the mean over seeds and over windows add up; what neither explains is in both, and goes once.
+    The variances of the mean over seeds and over windows add up. Both contain what neither explains, so that is
+    subtracted once.
     """
     seeds, windows = len(table), len(table[0])
     if max(seeds, windows) == 1:

@@ -36,7 +36,7 @@ class RangeSums:
 
     @property
     def log_total(self) -> Tensor:
-        """log Z: use it where Z itself leaves float64."""
+        """log Z: use it if Z itself exceeds float64."""
         return self.peak + self.log_sum
 
     @property
@@ -91,7 +91,7 @@ class RangeAccumulator:
         self._position = 0
 
     def add(self, logits: Tensor) -> None:
-        """Take the next ``logits [..., block]``; those outside of every range are passed over."""
+        """Take the next ``logits [..., block]``; those outside every range are skipped."""
         start, stop = self._position, self._position + logits.shape[-1]
         self._position = stop
         for low, high in itertools.pairwise(self._edges):
@@ -100,7 +100,7 @@ class RangeAccumulator:
                 self._parts[low].append(_summarise(logits[..., first - start : last - start]))
 
     def result(self) -> RangeSums:
-        """The sums of all ranges, in their order; raises ValueError while the blocks do not reach to their ends."""
+        """The sums of all ranges, in their order; raises ValueError until the blocks reach their ends."""
         if self._position < self._edges[-1]:
             raise ValueError(f"ranges reach to {self._edges[-1]}, but the logits end at {self._position}")
         return combine({edge: merge(parts) for edge, parts in self._parts.items() if parts}, self.ranges)

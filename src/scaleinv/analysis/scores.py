@@ -1,7 +1,7 @@
 """Are a model's scores Gaussian, with variance 1? Moments and quantiles of S = q·k/√d, with and without the rotary.
 
-The theory assumes so (Theorem 1); QK-norm sees to the variance. The scores are those of a sample of queries, spread
-evenly over each window, with all keys that they see but the first, which is an outlier. Moments are exact over these
+The theory assumes this (Theorem 1), and QK-norm provides the variance. The scores are those of a sample of queries,
+spread evenly over each window, with all keys that they see except the first, an outlier. Moments are exact over these
 pairs; quantiles, for QQ-plots (figures 9 – 14), are those of a bounded random sample of them.
 """
 
@@ -24,10 +24,10 @@ from scaleinv.files import write_data
 logger = logging.getLogger(__name__)
 
 NORMAL = tuple(step / 10 for step in range(-30, 31))
-"""The quantiles of a Gaussian at which the scores' are taken: -3 … 3."""
+"""The quantiles of a Gaussian at which those of the scores are taken: -3 … 3."""
 
 UNIT = (0.5, 2.0)
-"""A variance outside of this is far from 1."""
+"""A variance outside this range counts as far from 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ScoreStatistics:
 
     file: ClassVar[str] = "scores"
     model: str
-    """What the model is called."""
+    """The model's name."""
     length: int
     windows: int
     pairs: int
@@ -63,14 +63,14 @@ class ScoreStatistics:
     rotary: Scores
     """As attention sees them."""
     without_rotary: Scores | None
-    """Before the rotary embedding; None where no layer shows that."""
+    """Before the rotary embedding; None if no layer shows it."""
     normal: tuple[float, ...]
     """The Gaussian's quantiles, `NORMAL`."""
     warnings: tuple[str, ...]
     """Where the assumptions of the theory fail."""
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``scores.csv``, a line for each head, with and without the rotary, and ``scores.json``."""
+        """Write ``scores.csv``, one line per head, with and without the rotary, and ``scores.json``."""
         return write_data(folder, self.file, self._rows(), listed(self))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -106,12 +106,12 @@ def score_statistics(
 ) -> ScoreStatistics:
     """Moments and quantiles of a model's scores on real text, for every layer and head.
 
-    Warns, through `logging` and in the result, where the variance is far from 1.
+    Warns, through `logging` and in the result, if the variance is far from 1.
 
     Args:
         model: our `GPT`, or a Hugging Face causal language model.
         tokens: a text, ``[T]``.
-        length: tokens in a window; None for the training length, or the whole text where that is shorter.
+        length: tokens in a window; None for the training length, or the whole text if that is shorter.
         windows: windows of the text, or as many as it has.
         queries: positions in each window; None for all.
         kept: pairs in each head whose scores are kept for the quantiles.
@@ -160,7 +160,7 @@ def score_statistics(
 
 
 class _Pairs:
-    """The pairs of one window: queries at ``positions`` with the keys that they see, but the first."""
+    """The pairs of one window: queries at ``positions`` with the keys that they see, except the first."""
 
     def __init__(self, positions: Tensor, window: int | None, kept: int, generator: torch.Generator) -> None:
         self.positions = positions
@@ -169,7 +169,7 @@ class _Pairs:
         total = int(until[-1])
         if total <= 8 * kept:
             flat = torch.randperm(total, generator=generator)[:kept]
-        else:  # so few of so many: that one may come twice hardly matters
+        else:  # so few of so many: a repeated pair hardly matters
             flat = torch.randint(total, (kept,), generator=generator)
         flat = flat.sort().values
         self.rows = torch.searchsorted(until, flat, right=True)
@@ -234,5 +234,5 @@ def _warnings(name: str, layers: tuple[int, ...], scores: Scores) -> tuple[str, 
     return (
         f"{name}: the variance of the scores is far from 1 in {int(far.sum())} of {far.numel()} heads "
         f"({scores.variance[row, head].item():.3g} in layer {layers[row]}, head {head}), where the theory takes it to "
-        "be 1; a conversion should have the factors of scaleinv.analysis.calibrate",
+        "be 1; a conversion should use the factors of scaleinv.analysis.calibrate",
     )

@@ -1,7 +1,7 @@
 """How much of its cache each layer and head of a model needs: the sparsity that the theory predicts, measured.
 
-Of the last positions of each window: the fewest keys that hold all but ``tolerance`` of the attention, and how many a
-`scaleinv.CertifiedCache` reads to be certain of as much.
+At the last positions of each window: the fewest keys that hold all but ``tolerance`` of the attention, and how many
+keys a `scaleinv.CertifiedCache` reads to certify that share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sparsity:
     """What certified decoding reads; NaN where it cannot serve (soft caps, learned sinks)."""
 
     def save(self, folder: Path) -> list[Path]:
-        """Write ``sparsity.csv``, a line for each length, layer and head, and ``sparsity.json``."""
+        """Write ``sparsity.csv``, one line per length, layer and head, and ``sparsity.json``."""
         return write_data(folder, self.file, self._rows(), listed(self))
 
     def _rows(self) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Definitions 3.1 – 3.4 of the paper as checks, with their evidence.
 
-All of them speak of t → ∞; `verify` looks at ranges [t, tΔ) that end by ``longest``, on Gaussian scores. That is
-evidence and not proof: a drift too slow to show by then goes unseen, and a lengthscale near ``longest`` looks like
-growth (keep ``longest`` at some 5,000 lengthscales or more). "Late" is the upper half of the starts t, in log t.
+All of them concern t → ∞; `verify` looks at ranges [t, tΔ) that end by ``longest``, on Gaussian scores. That is
+evidence, not proof: a drift too slow to show by then goes unseen, and a lengthscale near ``longest`` looks like growth
+(keep ``longest`` at 5,000 lengthscales or more). "Late" is the upper half of the starts t, in log t.
 
 - 3.1 and 3.2, E[Z] and E[Ñ] = Θ(1): closed forms. The late slope of log |E| against log t must be within
   ±`POWER_TOLERANCE`. By t = 10⁵ even log log t has a slope of 0.035.
@@ -102,7 +102,7 @@ def verify(
     Args:
         logits: any transform. A `DistanceTable` needs a T of at least ``longest``.
         head: which head of it.
-        deltas: the ratios Δ; a definition holds only where it holds for each of them.
+        deltas: the ratios Δ; a definition holds only if it holds for each of them.
         longest: where the farthest range ends, in tokens.
         samples: for the entropy, for each range.
         seed: of the samples: the same seed gives the same verdicts.

@@ -4,7 +4,7 @@ Importing this registers our attention, mask, rotary types and config with trans
 
     scaleinv.hf.convert(model)              in place; `revert` undoes it
     model.save_pretrained("out")            AutoModelForCausalLM.from_pretrained("out") brings it back
-    scaleinv.hf.check(model)                does it hold together?
+    scaleinv.hf.check(model)                tests it: cached = full, padded = unpadded, packed = split
     scaleinv.hf.CertifiedCache(1e-3)        a cache for generate that reads only the keys which matter
 """
 

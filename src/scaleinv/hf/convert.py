@@ -33,7 +33,7 @@ def convert(
 
     Args:
         model: any transformers model whose attention goes through `AttentionInterface`.
-        tau: lengthscale in tokens, where the logits are scale-invariant.
+        tau: lengthscale in tokens, for scale-invariant logits.
         p: fraction of the rotary channel pairs that keep turning; the others, of low frequency, are set to frequency 0
             (p-RoPE). None leaves the rotary embedding as it is.
         logits: "scale-invariant"; or, to compare with, "plain" (so p-RoPE alone) and "logn": the scores times
@@ -81,8 +81,8 @@ def revert(model: PreTrainedModel, *, attn_implementation: str | None = None) ->
     """Undo `convert`, in place: the stock attention and rotary embedding, with the weights as they are now.
 
     Args:
-        attn_implementation: None for what the model had when it was converted; ValueError, and the model stays
-            converted, where that is not to be had.
+        attn_implementation: None for what the model had when it was converted. If that is not available, ValueError is
+            raised and the model stays converted.
     """
     if conversion(model) is None:
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
@@ -94,7 +94,7 @@ def revert(model: PreTrainedModel, *, attn_implementation: str | None = None) ->
     except (ImportError, ValueError) as error:
         configs.apply(model.config, settings)
         raise ValueError(
-            f"the model cannot go back to attn_implementation={wanted!r} here, pass another one: {error}"
+            f"attn_implementation={wanted!r} is not available for this model, pass another one: {error}"
         ) from error
     if settings.p is not None:
         rope.refresh(model, text)
@@ -142,7 +142,7 @@ def _tokenizer(source: str | os.PathLike[str]) -> Any:
 
 
 def _convertible(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of the text part; ValueError where the model cannot be converted."""
+    """The config of the text part; ValueError if the model cannot be converted."""
     name = type(model).__name__
     if conversion(model) is not None:
         raise ValueError(f"{name} is already converted ({conversion(model)}): call scaleinv.hf.revert(model) first")
@@ -167,13 +167,13 @@ def _convertible(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _uses_interface(module: Any) -> bool:
-    """Is it an attention layer that asks transformers' AttentionInterface for its function?"""
+    """Whether it is an attention layer that asks transformers' AttentionInterface for its function."""
     is_layer = "Attention" in type(module).__name__ and hasattr(module, "config")
     return is_layer and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _set_attention(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
-    """Through transformers, which knows whether the model can; then only for the text part."""
+    """Set it through transformers, which knows whether the model can; then only for the text part."""
     if text is model.config:
         model.set_attn_implementation(implementation)
     else:

@@ -68,7 +68,7 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """No N × N mask for static caches: the padding mask says it all."""
+        """No N × N mask for static caches: the padding mask is enough."""
         return attention_mask
 
     def get_input_embeddings(self) -> Any:
@@ -96,7 +96,7 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """As every causal model of transformers; padding goes by ``attention_mask`` ``[B, past + N]``.
 
-        Without a mask and a cache, ``position_ids`` that start anew tell packed documents apart.
+        Without a mask and a cache, ``position_ids`` that start again separate packed documents.
         """
         for name in ("inputs_embeds", "output_hidden_states", "output_attentions"):
             value = kwargs.get(name)
@@ -150,7 +150,7 @@ def _key_mask(attention_mask: Tensor | None, cache: _Adapter | None, tokens: Ten
     if mask.shape[1] < length:
         raise ValueError(f"attention_mask must cover all {length} tokens, past ones too, got {mask.shape[1]}")
     mask = mask[:, :length]
-    if torch.compiler.is_compiling():  # a compiled graph cannot ask what is in it
+    if torch.compiler.is_compiling():  # a compiled graph cannot inspect it
         return mask
     if bool(mask.all()):
         return None
@@ -166,7 +166,7 @@ def _document_ids(position_ids: Tensor, cached: bool) -> Tensor | None:
         if not bool(starts.any()):
             return None
         if cached:
-            raise ValueError("position_ids must follow on one another with a cache: call with use_cache=False")
+            raise ValueError("position_ids must be consecutive with a cache: call with use_cache=False")
     return None if cached else F.pad(starts.cumsum(1), (1, 0))
 
 
@@ -226,7 +226,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pairs that make the tokens of a byte-level BPE, in order: what is left of each when it is all but made."""
+    """The merges of a byte-level BPE, in order: for each token, the pair left before its last merge."""
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [token[i : i + 1] for i in range(len(token))]

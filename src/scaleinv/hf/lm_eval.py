@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def lm_eval_main() -> None:
-    """lm-eval's own command line. Importing `scaleinv.hf`, as we have here, is all that its models need of us."""
+    """lm-eval's own command line. Its models only need `scaleinv.hf` to be imported, as it is here."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:

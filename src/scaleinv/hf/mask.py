@@ -1,4 +1,4 @@
-"""What transformers' mask interface hands on to our attention: where queries and keys stand.
+"""What transformers' mask interface passes on to our attention: the positions of queries and keys.
 
 Only the mask function sees both offsets (query and key) and the 2-D padding mask. So it decides, once per forward:
 
@@ -34,9 +34,9 @@ class Regular:
     key_mask: Tensor | None = None
     document_ids: Tensor | None = None
     asked: bool = False
-    """No packed documents to look for: that is done, or there was a mask, with which transformers never packs."""
+    """No need to look for packed documents: that is done, or there was a mask, and transformers never packs with one."""
 
-    # `generate` prepares masks for static caches ahead of the model, and asks of them these two things of a tensor.
+    # `generate` prepares masks for static caches before it calls the model, and uses these two attributes of a tensor.
     ndim = 4
 
     def contiguous(self) -> Regular:
@@ -56,7 +56,7 @@ class Regular:
         )
 
     def split(self, position_ids: Tensor, keys: int) -> None:
-        """Tell packed documents apart by ``position_ids [B, Nq]`` that do not follow on one another.
+        """Tell packed documents apart by ``position_ids [B, Nq]`` that are not consecutive.
 
         transformers does this ahead of the mask function, but not for GPT-OSS, whose stock form mixes the documents.
         """
@@ -121,7 +121,7 @@ def attention_mask(
     )
     query = torch.arange(q_length, device=device)[None] + q_offset
     key = torch.arange(kv_length, device=device)[None] + kv_offset
-    if attention_mask is not None:  # padding takes no place: count the real tokens
+    if attention_mask is not None:  # padding has no position: count the real tokens
         count = _padded(attention_mask, kv_length, kv_offset).cumsum(-1)
         query, key = count[:, query[0]], count[:, key[0]]
     distance = (query[:, :, None] - key[:, None, :]).abs()[:, None]
@@ -165,7 +165,7 @@ def _regular(
 ) -> Regular | None:
     compiling = torch.compiler.is_compiling()
     if compiling and (padding is not None or isinstance(q_offset, Tensor)):
-        return None  # whether it is regular stands in the data, which a compiled graph cannot ask
+        return None  # the data say whether it is regular, and a compiled graph cannot inspect them
     key_mask = None
     if padding is not None:
         padding = _padded(padding, kv_length, kv_offset)

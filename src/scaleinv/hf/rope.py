@@ -1,8 +1,8 @@
 """p-RoPE for a model that is already trained: its own frequencies, the low ones set to zero.
 
 transformers keeps a model's rotary type in ``config.rope_parameters`` and computes the frequencies from it whenever the
-model is built. So p-RoPE is a family of types of our own, "scaleinv-<base type>": the base type first, with whatever
-scaling it does, and then zeros in the tail. (transformers' own "proportional" type drops the scaling.)
+model is built. So p-RoPE is our own family of types, "scaleinv-<base type>": first the base type, with any scaling
+that it does, then zeros in the tail. (transformers' own "proportional" type drops the scaling.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def wrap(config: PreTrainedConfig, p: float) -> None:
-    """Switch ``config.rope_parameters`` to p-RoPE; ValueError where that is not possible."""
+    """Switch ``config.rope_parameters`` to p-RoPE; ValueError if that is not possible."""
     parameters = list(_flat(config))
     if not parameters:
         raise ValueError(f"{config.model_type} has no rotary embedding to change: convert with p=None")
@@ -35,7 +35,7 @@ def wrap(config: PreTrainedConfig, p: float) -> None:
         where = "" if layer_type is None else f" of {layer_type} layers"
         if base not in BASE_TYPES:
             raise ValueError(
-                f"the rotary embedding{where} has type {base!r}, and p-RoPE takes {', '.join(BASE_TYPES)}: "
+                f"the rotary embedding{where} has type {base!r}, but p-RoPE takes {', '.join(BASE_TYPES)}: "
                 "convert with p=None to leave it as it is"
             )
     for _, values in parameters:
@@ -78,7 +78,7 @@ def refresh(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def check(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """ValueError unless we can recompute the frequencies that the model's rotary modules hold."""
+    """Raise ValueError unless we can recompute the frequencies that the model's rotary modules hold."""
     modules = list(_modules(model, config))
     if not modules:
         raise ValueError(f"no rotary module found in {type(model).__name__}: convert with p=None")
@@ -92,7 +92,7 @@ def check(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def try_out(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """ValueError if a rotary module does not work with its new type."""
+    """Raise ValueError if a rotary module does not work with its new type."""
     for module in _modules(model, config):
         for layer_type, _ in _held(module, config):
             frequencies = getattr(module, _names(layer_type)[0])
@@ -101,7 +101,7 @@ def try_out(model: PreTrainedModel, config: PreTrainedConfig) -> None:
                 module(
                     frequencies[None, None], torch.zeros(1, 1, dtype=torch.long, device=frequencies.device), **options
                 )
-            except Exception as error:  # whatever the model's own code makes of it
+            except Exception as error:  # the model's own code may raise anything
                 raise ValueError(
                     f"{type(module).__name__} does not work with p-RoPE ({type(error).__name__}: {error}): "
                     "convert with p=None"
@@ -109,7 +109,7 @@ def try_out(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 
 
 def _known(module: Any, config: PreTrainedConfig, layer_type: str | None, values: dict[str, Any]) -> bool:
-    """Does the module hold the frequencies that we compute?"""
+    """Whether the module holds the frequencies that we compute."""
     base = values["rope_type"]
     if base not in BASE_TYPES:
         return True  # `wrap` refuses, and says why
@@ -119,7 +119,7 @@ def _known(module: Any, config: PreTrainedConfig, layer_type: str | None, values
     frequencies = getattr(module, _names(layer_type)[base == "dynamic"])  # those of before any input
     try:
         expected = _base_frequencies(base, config, layer_type)[0]
-    except Exception:  # a config that has no single head_dim, say
+    except Exception:  # for example, a config that has no single head_dim
         return False
     return torch.equal(expected.to(frequencies), frequencies)
 
@@ -174,7 +174,7 @@ def _held(module: nn.Module, config: PreTrainedConfig) -> list[tuple[str | None,
 
 
 def _flat(config: PreTrainedConfig) -> Iterator[tuple[str | None, dict[str, Any]]]:
-    """(layer type, parameters) pairs; the layer type is None where all layers share the parameters."""
+    """(layer type, parameters) pairs; the layer type is None if all layers share the parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
     if nested:

@@ -15,7 +15,7 @@ from scaleinv.logits import LogitTransform, Plain, ScaleInvariant
 
 Logits: TypeAlias = Literal["scale-invariant", "logn", "plain"]
 HeadFactors: TypeAlias = Tensor | Sequence[Sequence[float]] | Mapping[int, Any]
-"""A factor for each layer and query head; `scaleinv.analysis.Calibration` is one such mapping."""
+"""A factor per layer and query head; `scaleinv.analysis.Calibration` is one such mapping."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Settings:
         return values
 
     def transforms(self) -> tuple[LogitTransform, ...]:
-        """One transform for each layer, or a single one that all layers share."""
+        """One transform per layer, or a single one that all layers share."""
         slope = None
         if self.logits == "logn":
             assert self.train_length is not None

@@ -13,7 +13,7 @@ from scaleinv.hub import check_source, reason
 def load_pretrained(source: str | os.PathLike[str]) -> Any:
     """A causal language model from a folder, or by its id on the hub, in the precision in which it was saved.
 
-    Raises ValueError that names ``source`` where there is no such model, or where its files are damaged.
+    Raises ValueError that names ``source`` if there is no such model, or if its files are damaged.
     """
     check_source(source)
     try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKED = 40
-"""Curves of more points than this have no markers."""
+"""Curves with more points than this have no markers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Panel:
     settled: float | None = None
     """Points before this x do not count for the range of the y axis."""
     zoomed: bool = False
-    """The y axis ends at the median of all points, so that the lower half can be told apart."""
+    """The y axis ends at the median of all points, so that the curves of the lower half can be told apart."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,10 +36,10 @@ from scaleinv.plots.units import Unit
 FOUND = "share of needles found"
 
 MAGNIFIED = 3
-"""A second panel shows the lower half of all losses where that makes it so many times as tall."""
+"""A second panel shows the lower half of all losses if that makes it at least this many times as tall."""
 
 OTHERS = ("#EE3377", "#009988", "#BBBBBB")
-"""For what `style` has no colour for: the rest of Paul Tol's "vibrant" scheme."""
+"""Colours for methods that `style` does not know: the rest of Paul Tol's "vibrant" scheme."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Curve:
     lines: tuple[Mapping[str, Any], ...]
 
     def seconds(self, batch_tokens: int) -> float | None:
-        """How long the steps took, validation apart; None where most steps do not say. (The first never does.)"""
+        """How long the steps took without validation; None if most steps do not say. (The first never does.)"""
         steps = [line for line in self.lines if "loss" in line]
         rates = [rate for line in steps if isinstance(rate := line.get("tokens_per_second"), (int, float)) and rate > 0]
         if len(rates) <= len(steps) / 2:
@@ -75,9 +75,9 @@ def read_curves(folder: Path) -> dict[Path, Curve]:
 def loss_by_length(
     losses: Measurements, train_length: int | None, unit: Unit, seeds: SeedLosses | None = None
 ) -> Chart | None:
-    """A curve for each method against the length of the context, from ``summary.json``, with the losses of each seed.
+    """One curve per method against the length of the context, from ``summary.json``, with the losses of each seed.
 
-    Where methods lie close together beside others that lie far off, a second panel shows the lower half.
+    If some methods lie close together and others far off, a second panel shows the lower half.
     """
     chart = _by_length("loss-by-length", "Loss by context length", unit.loss, losses, train_length, seeds or {})
     dots = " Small dots are single seeds." if seeds else ""
@@ -94,7 +94,7 @@ def loss_by_length(
 
 
 def needle_by_length(found: Measurements, train_length: int | None) -> Chart | None:
-    """A curve for each method against the length of the context, from ``summary.json``."""
+    """One curve per method against the length of the context, from ``summary.json``."""
     chart = _by_length("needle-by-length", "Needles found", FOUND, found, train_length, {})
     caption = "Bars are 95 % Wilson intervals."
     return chart and dataclasses.replace(chart, caption=caption, y_range=(0.0, 1.0))
@@ -125,7 +125,7 @@ def _by_length(
 
 
 def by_position(evaluations: Iterable[Evaluation], train_length: int | None, unit: Unit) -> Chart | None:
-    """Loss by position in the window, a panel for each length, mean over seeds."""
+    """Loss by position in the window, one panel per length, mean over seeds."""
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for evaluation in evaluations:
         for key, at in evaluation.lengths.items():
@@ -139,7 +139,7 @@ def by_position(evaluations: Iterable[Evaluation], train_length: int | None, uni
             f"windows of {length_label(key, train_length)}",
             tuple(Series(look, _positions(losses[key][name])) for name, look in looks.items() if name in losses[key]),
             mark=train_length,
-            settled=8,  # the first tokens have nothing to go by
+            settled=8,  # the first tokens have no context
         )
         for key in keys
     ]
@@ -162,7 +162,7 @@ def by_position(evaluations: Iterable[Evaluation], train_length: int | None, uni
 def training(curves: Mapping[Path, Curve], settings: Mapping[str, Any], unit: Unit) -> Chart | None:
     """Training loss, and validation loss at each length, from `read_curves`.
 
-    The caption says on which tokens, for a curve ends at another value than the table has.
+    The caption says on which tokens, because a curve ends at a different value than the table.
     """
     train_length = settings.get("train_length")
     losses: dict[str, dict[str, dict[Any, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
@@ -201,12 +201,12 @@ def _validated(settings: Mapping[str, Any]) -> str:
         return f"The validation panels and the table both use {first} held-out tokens."
     return (
         f"The validation panels use {first} held-out tokens and the table {rest}: other text, "
-        "so that a curve ends at another value than the table has."
+        "so a curve ends at a different value than the table."
     )
 
 
 def sweep_chart(sweep: Measurements, train_length: int | None, unit: Unit) -> Chart | None:
-    """Figure 5: a curve for each length against τ."""
+    """Figure 5: one curve per length against τ."""
     colors = (*style.RATIOS, *OTHERS)
     series = tuple(
         Series(
@@ -216,9 +216,7 @@ def sweep_chart(sweep: Measurements, train_length: int | None, unit: Unit) -> Ch
         for i, key in enumerate(lengths_of(sweep, train_length))
     )
     ticks = tuple((float(tau), tau) for tau in sweep)
-    caption = (
-        "Scale-invariant + p-RoPE, a curve for each context length. The paper takes τ = 10. Bars are standard errors."
-    )
+    caption = "Scale-invariant + p-RoPE, one curve per context length. The paper uses τ = 10. Bars are standard errors."
     return filled(
         Chart(
             "tau-sweep",
@@ -260,7 +258,7 @@ def _positions(bins: Mapping[tuple[float, float], Sequence[float]]) -> tuple[Poi
 
 
 def _steps(steps: Mapping[float, Sequence[float]], most: int = 150) -> tuple[Point, ...]:
-    """Means over seeds; where there are more than ``most`` steps, also over consecutive ones."""
+    """Means over seeds; if there are more than ``most`` steps, also over consecutive ones."""
     means = [(step, sum(losses) / len(losses)) for step, losses in sorted(steps.items())]
     means = [(step, mean) for step, mean in means if math.isfinite(mean)]
     size = math.ceil(len(means) / most) or 1

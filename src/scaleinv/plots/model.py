@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OTHERS = ("#EE7733", "#0077BB", "#117733", "#882255", "#999933")
-"""For models that are no method of the paper."""
+"""Colours for models that are not a method of the paper."""
 
 COLUMNS = 6
 """Layers in a row of a QQ figure."""
@@ -82,13 +82,13 @@ def draw_ranges(data: ModelStatistics) -> Figure:
 
 
 def draw_qq(data: ScoreStatistics, rotary: bool = True) -> Figure:
-    """Figures 9 – 14: the quantiles of each head's scores against a Gaussian's, a panel for each layer.
+    """Figures 9 – 14: the quantiles of each head's scores against a Gaussian's, one panel per layer.
 
     On the dashed diagonal scores are Gaussian with mean 0 and variance 1; other straight lines are other Gaussians.
     """
     scores = data.rotary if rotary else data.without_rotary
     if scores is None:
-        raise ValueError(f"rotary=False cannot be had: {data.model} does not show its scores without the rotary")
+        raise ValueError(f"rotary=False is not available: {data.model} does not show its scores without the rotary")
     columns = min(COLUMNS, len(data.layers))
     rows = math.ceil(len(data.layers) / columns)
     with style.applied():
@@ -105,7 +105,7 @@ def draw_qq(data: ScoreStatistics, rotary: bool = True) -> Figure:
             variance = scores.variance[row]
             axis.set_title(f"layer {data.layers[row]}, variance {_span(variance)}", fontsize=8)
         kind = "with" if rotary else "without"
-        figure.suptitle(f"{_looks([data.model])[0].label}: scores {kind} the rotary, a line for each head", fontsize=10)
+        figure.suptitle(f"{_looks([data.model])[0].label}: scores {kind} the rotary, one line per head", fontsize=10)
         figure.supxlabel("quantiles of a Gaussian", fontsize=10)
         figure.supylabel("quantiles of the scores", fontsize=10)
     return figure
@@ -163,7 +163,7 @@ def _qq_panel(axis: Axes, normal: Sequence[float], quantiles: Tensor) -> None:
 
 
 def _looks(names: Sequence[str]) -> list[style.Look]:
-    """One for each model; a stranger gets its own colour."""
+    """One look per model; an unknown model gets its own colour."""
     known = {**style.TRANSFORMS, **style.METHODS}
     others = [name for name in dict.fromkeys(names) if name not in known]
     for position, name in enumerate(others):

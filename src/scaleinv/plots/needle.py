@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Cividis is read alike with and without colour vision, and gets lighter all the way: dark is lost, light is found.
+# Cividis reads the same with and without colour vision, and gets steadily lighter: dark is lost, light is found.
 COLORS = "cividis"
 MISSING = "#EEEEEE"
 MARK = "#CC3311"
@@ -80,7 +80,7 @@ def _depths(data: Mapping[str, Any], train_length: int | None, path: Path) -> di
 
 
 def draw_heatmaps(results: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel for each method: needles found (%) by their depth in the text and the length of the context.
+    """One panel per method: needles found (%) by their depth in the text and the length of the context.
 
     The top of a column is the accuracy over all depths. A frame marks the training length.
 

@@ -86,7 +86,7 @@ def look(method: str) -> Look:
 
 
 def require() -> None:
-    """ImportError that says what to install where matplotlib is missing: to be found before long work, not after."""
+    """Raise ImportError that says what to install if matplotlib is missing: call it before long work."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -95,7 +95,7 @@ def require() -> None:
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """The look, for figures made and saved inside; matplotlib's settings are as before afterwards."""
+    """A context with our look, for figures made and saved inside; matplotlib's settings are restored afterwards."""
     require()
     import matplotlib
 

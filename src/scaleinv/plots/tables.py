@@ -27,7 +27,7 @@ METHOD = "scale-invariant-p-rope"
 class Cell:
     text: str
     value: float | None = None
-    """To sort by; None where there is no number."""
+    """The number to sort by; None if there is none."""
     best: bool = False
     noise: bool = False
     """Within noise of the method that it is compared with."""
@@ -110,7 +110,7 @@ def needle_table(summary: Summary) -> Table:
 
 
 def bits_table(summary: Summary) -> Table | None:
-    """The losses in bits per byte of text; None where the tokenizer does not say how long its tokens are."""
+    """The losses in bits per byte of text; None if the length of the tokens is unknown."""
     unit = Unit.of(summary.settings)
     found: Measurements = {}
     for method, by_length in summary.loss.items():
@@ -127,16 +127,16 @@ def bits_table(summary: Summary) -> Table | None:
 def difference_table(
     found: Mapping[str, Mapping[str, Difference]], train_length: int | None, unit: Unit
 ) -> Table | None:
-    """Methods × lengths, the loss less that of `METHOD`, with its paired standard error; None without any."""
+    """Methods × lengths, the loss minus that of `METHOD`, with its paired standard error; None without any."""
     keys = lengths.ordered((key for by_length in found.values() for key in by_length), train_length)
     if not keys:
         return None
     differences = [item for by_length in found.values() for item in by_length.values()]
     pairs = "windows of the same seeds" if any(item.windows for item in differences) else "seeds"
     error = " ± paired standard error" if any(item.error for item in differences) else ""
-    caption = f"Loss less that of {method_label(METHOD)} ({unit.nats}), mean over the same {pairs}{error}"
+    caption = f"Loss minus that of {method_label(METHOD)} ({unit.nats}), mean over the same {pairs}{error}"
     if error:
-        caption += ". In italics and grey: within noise, for zero lies inside the 95 % interval (Student's t)"
+        caption += ". In italics and grey: within noise, since zero lies inside the 95 % interval (Student's t)"
     ordered = ordered_methods(found)
     rows = {
         method: tuple(_difference_cell(found[method][key]) if key in found[method] else Cell("–") for key in keys)
@@ -157,7 +157,7 @@ def difference_table(
 
 
 def model_table(parameters: Mapping[str, int], seconds: Mapping[str, Sequence[float]]) -> Table | None:
-    """Trained models: parameters, and how long a training took, mean over seeds; None where neither is known."""
+    """Trained models: parameters and training time, mean over seeds; None if neither is known."""
     names = ordered_methods([*parameters, *seconds])
     if not names:
         return None
@@ -171,7 +171,7 @@ def model_table(parameters: Mapping[str, int], seconds: Mapping[str, Sequence[fl
             Cell("–" if mean is None else f"{mean / 60:.1f}", mean),
         )
         records.append({"method": name, "parameters": count, "seconds": mean, "seeds": len(times or ())})
-    caption = "Trained models. Time of all training steps, validation apart, mean over seeds"
+    caption = "Trained models. Time of all training steps, without validation, mean over seeds"
     return Table("models", caption, ("parameters", "minutes"), rows, tuple(records))
 
 
@@ -195,7 +195,7 @@ def paper_table(name: str, caption: str, numbers: Mapping[str, tuple[float, ...]
 
 
 def changes(summary: Summary) -> dict[str, float]:
-    """By method, the loss at the longest length less the loss at the shortest, where both are finite."""
+    """By method, the loss at the longest length minus the loss at the shortest, if both are finite."""
     keys = lengths_of(summary.loss, summary.train_length)
     if len(keys) < 2:
         return {}
@@ -211,7 +211,7 @@ def method_label(method: str) -> str:
 
 
 def signed(value: float) -> str:
-    """With its sign, but for what rounds to zero."""
+    """The number with its sign, unless it rounds to zero."""
     return f"{value:+.3f}".replace("-", "−") if round(value, 3) else "0.000"
 
 

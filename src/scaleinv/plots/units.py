@@ -16,7 +16,7 @@ class Unit:
 
     token: str = "token"
     bytes_per_token: float | None = None
-    """Over the validation text; None where it is not known."""
+    """Measured on the validation text; None if unknown."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Unit:
@@ -46,5 +46,5 @@ class Unit:
         return f"loss ({self.nats})"
 
     def bits_per_byte(self, nats: float) -> float | None:
-        """A loss in bits per byte of text; None where the tokenizer does not say how long its tokens are."""
+        """A loss in bits per byte of text; None if the length of the tokens is unknown."""
         return None if self.bytes_per_token is None else nats / math.log(2) / self.bytes_per_token

@@ -107,7 +107,7 @@ def _parameters(summary: Summary) -> dict[str, int]:
 
 
 def _seconds(curves: Mapping[Path, compare.Curve], summary: Summary) -> dict[str, list[float]]:
-    """Training time by model, a number for each seed that tells it."""
+    """Training time by model, one number per seed that reports it."""
     found: dict[str, list[float]] = {}
     batch = summary.settings.get("batch_tokens")
     for curve in curves.values():
@@ -118,7 +118,7 @@ def _seconds(curves: Mapping[Path, compare.Curve], summary: Summary) -> dict[str
 
 
 def _sections(results: Results, analysis: str) -> list[Section]:
-    """What there is, and at the end what there is not."""
+    """The sections of what there is, and at the end a note of what is missing."""
     summary, charts = results.summary, results.charts
     shown = {name: table for name, table in results.tables.items() if table}
     loss = needles = sweep = ""

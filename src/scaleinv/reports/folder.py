@@ -17,16 +17,16 @@ SAMPLED = 64
 
 
 def claim(folder: Path, files: Sequence[str], settings: Mapping[str, Any]) -> Path:
-    """Write what a folder's results are of to the first of ``files`` and return its path.
+    """Note what a folder's results belong to in the first of ``files`` and return its path.
 
-    Raises ValueError where the first of ``files`` that exists says otherwise; the message names both.
+    Raises ValueError if the first of ``files`` that exists says otherwise; the message names both.
     """
     there = next((folder / name for name in files if (folder / name).exists()), None)
     held = {} if there is None else read_object(there, f"choose another folder than {folder}, or delete it")
     held = {name: held[name] for name in settings if name in held}
     if any(held[name] != settings[name] for name in held):
         raise ValueError(
-            f"out {folder} holds results of {_described(held)}, and these are of {_described(settings)}: "
+            f"out {folder} holds results of {_described(held)}, but these are of {_described(settings)}: "
             "choose another folder, or delete it"
         )
     write_json(folder / files[0], settings)
@@ -34,7 +34,7 @@ def claim(folder: Path, files: Sequence[str], settings: Mapping[str, Any]) -> Pa
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A short hash that tells a model's weights from another's, from a few values of each tensor."""
+    """A short hash of a model's weights, from a few values of each tensor."""
     found = hashlib.sha256()
     for name, value in model.state_dict().items():
         flat = value.detach().flatten()

@@ -72,7 +72,7 @@ def model_report(
         before = () if statistics is None else statistics.lengths
         statistics = dataclasses.replace(found, lengths=(*before, *found.lengths))
         pictures = [*plots.save_models([statistics], out), *plots.save_ranges(statistics, out)]
-        written = [*statistics.save(out), *pictures]  # anew with each length
+        written = [*statistics.save(out), *pictures]  # written again after each length
     needs = sparsity(model, tokens, wanted, name=name, windows=windows, bos=bos, progress=progress)
     return [*paths, *written, *needs.save(out), *save_sparsity(needs, out)]
 
@@ -109,7 +109,7 @@ def context_lengths(lengths: str | Sequence[str | int], model: nn.Module) -> lis
     """
     try:
         train_length = training_length(model)
-    except ValueError:  # multiples of it cannot be had, tokens can
+    except ValueError:  # lengths in tokens still work
         train_length = None
     found = parse(lengths, train_length)
     if not found:
@@ -138,7 +138,7 @@ def _open_run(path: str, lengths: str | Sequence[str | int], text: Path | None) 
 def _open_hf(path: str, lengths: str | Sequence[str | int], text: Path | None) -> Opened:
     if text is None:
         raise ValueError(
-            f"text must be given for a Hugging Face model: {path!r} brings none (and it is no run's folder)"
+            f"text must be given for a Hugging Face model: {path!r} has none (and it is not a run's folder)"
         )
     try:
         check_source(path)
@@ -146,7 +146,7 @@ def _open_hf(path: str, lengths: str | Sequence[str | int], text: Path | None) -
 
         from scaleinv.hf.source import load_pretrained
     except ImportError as error:
-        raise RuntimeError(f"path {path!r} is no run's folder, and Hugging Face models need transformers") from error
+        raise RuntimeError(f"path {path!r} is not a run's folder, and Hugging Face models need transformers") from error
     model = load_pretrained(path).eval()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -154,7 +154,10 @@ def _open_hf(path: str, lengths: str | Sequence[str | int], text: Path | None) -
         raise ValueError(f"the tokenizer of {path} cannot be loaded: {reason(error)}") from error
     bos = tokenizer.bos_token_id
     bos = bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
-    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}  # longer than the model was made for: yes
+    options: dict[str, Any] = {
+        "add_special_tokens": False,
+        "verbose": False,
+    }  # no warning about length
     parts = (torch.tensor(tokenizer(part, **options)["input_ids"], dtype=torch.int64) for part in _texts(text))
     return model, _enough(parts, max(context_lengths(lengths, model)), text), bos, Path(path).name
 
@@ -174,7 +177,7 @@ def _enough(parts: Iterator[Tensor], longest: int, text: Path) -> Tensor:
         if count >= WINDOWS * longest:
             break
     if count < longest:
-        raise ValueError(f"text {str(text)!r} holds {count:,} tokens, and the longest context asked for is {longest:,}")
+        raise ValueError(f"text {str(text)!r} holds {count:,} tokens, but the longest context asked for is {longest:,}")
     return torch.cat(found)
 
 

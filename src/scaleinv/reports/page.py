@@ -31,10 +31,10 @@ CAPTIONS = {
     "qq-rotary": "Figures 9 – 14: quantiles of a model's scores against a Gaussian's, with the rotary embedding.",
     "qq-no-rotary": "Figures 9 – 14: quantiles of a model's scores against a Gaussian's, without the rotary embedding.",
 }
-"""Of figures that the analysis makes; others are captioned with their names."""
+"""Captions of the analysis's figures; others are captioned with their names."""
 
 LARGEST_SVG = 500_000
-"""Bytes; of a larger figure the PNG is shown, if there is one."""
+"""Bytes; if an SVG is larger, its PNG is shown instead, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _section(section: Section) -> str:
 
 
 def beside(ours: Table, paper: Table) -> str:
-    """Our table and the paper's, side by side where there is room."""
+    """Our table and the paper's, side by side if there is room."""
     return f'<div class="pair">\n{table(ours, BEST)}{table(paper)}</div>\n'
 
 
@@ -126,7 +126,7 @@ def _chart_data(chart: Chart) -> dict[str, Any]:
 
 
 def heat(shown: HeatMap, train_length: int | None) -> str:
-    """A table for each method, its cells coloured by the share of needles found, as in `scaleinv.plots.needle`."""
+    """One table per method, its cells coloured by the share of needles found, as in `scaleinv.plots.needle`."""
     import matplotlib
     from matplotlib.colors import to_hex
 
@@ -164,7 +164,7 @@ def _links(*paths: str) -> str:
 
 
 def analysis(folder: Path) -> str:
-    """Figures that are there already, as images inside the page."""
+    """Existing figures, as images inside the page."""
     figures = []
     for stem in sorted({path.with_suffix("") for kind in ("svg", "png") for path in folder.rglob(f"*.{kind}")}):
         svg, png = stem.with_name(f"{stem.name}.svg"), stem.with_name(f"{stem.name}.png")
@@ -182,7 +182,7 @@ def analysis(folder: Path) -> str:
 
 
 def settings_table(settings: Mapping[str, Any]) -> str:
-    """How the numbers were made; those of needles in a column of their own, marked where they differ."""
+    """How the numbers were made; settings of needles have a separate column, marked if they differ."""
     losses, needles = both_settings(settings)
     if not losses and not needles:
         return "<p>The summary says nothing about how it was made.</p>\n"
@@ -206,7 +206,7 @@ def needle_note(settings: Mapping[str, Any]) -> str:
     sentences = []
     if "training.steps" in needles:
         steps = needles["training.steps"]
-        sentences.append(f"Each model was first fine-tuned on needles for {steps} steps, which the losses are without.")
+        sentences.append(f"Each model was first fine-tuned on needles for {steps} steps; the losses are without that.")
     if different := differing(settings):
         listed = "; ".join(f"{name} {needles[name]} (losses: {losses[name]})" for name in different)
         sentences.append(f"Settings that differ from those of the losses: {listed}.")
@@ -214,7 +214,7 @@ def needle_note(settings: Mapping[str, Any]) -> str:
 
 
 def both_settings(settings: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """The settings of the losses and of the needles by name. What needles say about their base is named alike."""
+    """The settings of the losses and of the needles by name. Needles name their base's settings alike."""
     found = settings.get("needle")
     needles = dict(_flat(found)) if isinstance(found, Mapping) else {}
     losses = dict(_flat({name: value for name, value in settings.items() if name != "needle"}))
@@ -222,7 +222,7 @@ def both_settings(settings: Mapping[str, Any]) -> tuple[dict[str, str], dict[str
 
 
 def differing(settings: Mapping[str, Any]) -> list[str]:
-    """Names of the settings that losses and needles both have, with other values."""
+    """Names of the settings that losses and needles both have, with different values."""
     losses, needles = both_settings(settings)
     return [name for name in losses if name in needles and needles[name] != losses[name]]
 
