@@ -34,7 +34,7 @@ class Regular:
     key_mask: Tensor | None = None
     document_ids: Tensor | None = None
     asked: bool = False
-    """No need to look for packed documents: that is done, or there was a mask, and transformers never packs with one."""
+    """No need to look for packed documents: that is done, or there was a mask, with which transformers never packs."""
 
     # `generate` prepares masks for static caches before it calls the model, and uses these two attributes of a tensor.
     ndim = 4
