@@ -104,7 +104,8 @@ def test_a_wrong_shape_is_a_bug():
 @pytest.mark.parametrize("interrupt", ["raise KeyboardInterrupt", "os.kill(os.getpid(), 2)"])
 def test_ctrl_c_during_imports_leaves_without_a_traceback(module, interrupt):
     code = f"""
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:

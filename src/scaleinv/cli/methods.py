@@ -19,4 +19,4 @@ def run(options: argparse.Namespace) -> None:
         row = methods.row(name)
         note = f"the {row.trained_as} model, {row.stretch} at inference" if row.stretch else ""
         kind = "infini-attention" if row.infini else row.logits
-        print(f"{name:24}{row.rotary:8}{kind:18}{note}".rstrip())
+        print(f"{name:27}{row.rotary:8}{kind:18}{note}".rstrip())
