@@ -62,6 +62,12 @@ class TestTables:
             got = logits.table_range(start, stop, dtype=torch.float64, device=CPU)
             assert equal([x.detach() for x in got], [x[:, start:stop] for x in long])
 
+    @pytest.mark.parametrize("start", [2**53 - 7, 2**53])
+    def test_a_range_is_whole_where_float64_skips_numbers(self, start):
+        for logits in (scaleinv.ScaleInvariant(), scaleinv.ScaleInvariant(heads=2, learnable=True), scaleinv.ALiBi(2)):
+            for table in logits.table_range(start, start + 9, dtype=torch.float64, device=CPU):
+                assert table.shape[1] == 9
+
     def test_scale_invariant_is_the_schedule(self):
         t = torch.arange(40)
         want = schedule.coefficients(t, 3.0, 1.2, 0.9)

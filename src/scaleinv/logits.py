@@ -36,7 +36,7 @@ class LogitTransform(nn.Module):
     def table_range(self, start: int, stop: int, *, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """`tables` at distances start … stop-1. Override it if that is cheaper than the whole table."""
         gain, shift = self.tables(stop, dtype=dtype, device=device)
-        return gain[:, start:], shift[:, start:]
+        return gain[..., start:], shift[..., start:]
 
     def query_gain(self, count: Tensor) -> Tensor:
         """c for each query, ``[B or 1, heads, Nq]``, from its count of keys ``[B or 1, Nq]`` (see `counts`)."""
@@ -90,7 +90,9 @@ class _FixedTables(LogitTransform):
         return gain[:, start:stop], shift[:, start:stop]
 
     def _computed(self, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        gain, shift = self.compute(torch.arange(start, stop, dtype=torch.float64, device=device))
+        # Added in float64: `arange` from a far start loses entries, and with them the table's length.
+        distance = torch.arange(stop - start, dtype=torch.float64, device=device) + start
+        gain, shift = self.compute(distance)
         return gain.to(dtype), shift.to(dtype)
 
     def __getstate__(self) -> dict:
@@ -213,7 +215,8 @@ class LogN(Plain):
 
     def query_gain(self, count: Tensor) -> Tensor:
         # In float64, whatever the model's dtype: a count of 70,000 is infinite in float16. The caller rounds once.
-        return self.scale.to(torch.float64)[:, None] * count.clamp_min(1).to(torch.float64).log()[:, None, :]
+        scale = self.scale.to(device=count.device, dtype=torch.float64)
+        return scale[:, None] * count.clamp_min(1).to(torch.float64).log()[:, None, :]
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, counts={self.counts!r}, learnable={self.scale.requires_grad}"

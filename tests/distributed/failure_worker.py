@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from scaleinv import distributed
+from scaleinv import ALiBi, LogN, distributed
 
 
 def scenario(name: str, rank: int, ranks: int) -> None:
@@ -21,6 +21,18 @@ def scenario(name: str, rank: int, ranks: int) -> None:
         distributed.attention(query, key, value, mesh=mesh["cp"])
     elif name == "another window on rank 1":
         distributed.attention(query, key, value, mesh=mesh["cp"], window=3 + rank)
+    elif name == "another scale on rank 1":
+        distributed.attention(query, key, value, mesh=mesh["cp"], scale=0.5 + rank)
+    elif name == "another transform on rank 1":
+        distributed.attention(query, key, value, ALiBi(2) if rank else LogN(2), mesh=mesh["cp"])
+    elif name == "a part of another length on rank 1":
+        distributed.gather(query[:, :, rank:], mesh["cp"])
+    elif name == "documents of two integer types":
+        ids = torch.zeros(1, 8, dtype=torch.int32 if rank else torch.uint16)
+        distributed.attention(query, key, value, mesh=mesh["cp"], document_ids=ids, window=10**30)
+    elif name == "no tokens":
+        empty = query[:, :, :0].requires_grad_()
+        distributed.attention(empty, empty, empty, mesh=mesh["cp"]).sum().backward()
     elif name == "rank 1 dies":
         distributed.attention(query, key, value, mesh=mesh["cp"])
         if rank == 1:

@@ -9,6 +9,9 @@ EVERYONE = [
         r"ValueError: dimension 2 of query must be the same on every rank of the mesh, got [8, 10]",
     ),
     ("another window on rank 1", "ValueError: window must be the same on every rank of the mesh, got [3, 4]"),
+    ("another scale on rank 1", "ValueError: scale must be the same on every rank of the mesh, got [0.5, 1.5]"),
+    ("another transform on rank 1", "ValueError: the class of logits"),
+    ("a part of another length on rank 1", "ValueError: dimension 2 must be the same on every rank of the mesh"),
     ("two dimensions", "ValueError: mesh must have one dimension, got 2"),
 ]
 ALONE = [("rank 1 dies", 9), ("rank 1 is missing", 2)]
@@ -20,6 +23,13 @@ def test_every_rank_is_told_what_differs(scenario: str, message: str, tmp_path) 
     for code, output in start_ranks("failure_worker.py", 2, tmp_path, scenario):
         assert code == 2, output
         assert message in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["documents of two integer types", "no tokens"])
+def test_odd_but_right(scenario: str, tmp_path) -> None:
+    for code, output in start_ranks("failure_worker.py", 2, tmp_path, scenario):
+        assert code == 0, output
 
 
 @pytest.mark.slow

@@ -394,6 +394,61 @@ def test_gradients_reach_a_table_that_no_module_knows(backend):
     assert table.grad.abs().sum() > 0
 
 
+class Misshapen(scaleinv.LogitTransform):
+    """A user's transform that does not keep to the shapes it is asked for."""
+
+    def __init__(self, table=None, gain=None):
+        super().__init__()
+        self.table, self.gain = table, gain
+        self.counts = None if gain is None else "visible"
+
+    def tables(self, length, *, dtype, device):
+        shape = (1, length) if self.table is None else self.table(length)
+        return torch.ones(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+    def query_gain(self, count):
+        return torch.ones(self.gain(*count.shape))
+
+
+MISSHAPEN = {
+    "short": Misshapen(lambda length: (1, length - 3)),
+    "long": Misshapen(lambda length: (1, length + 3)),
+    "empty": Misshapen(lambda length: (1, 0)),
+    "heads": Misshapen(lambda length: (3, length)),
+    "1-d": Misshapen(lambda length: (length,)),
+    "query_gain batch": Misshapen(gain=lambda batch, queries: (batch + 4, 1, queries)),
+    "query_gain heads": Misshapen(gain=lambda batch, queries: (batch, 9, queries)),
+    "query_gain 2-d": Misshapen(gain=lambda batch, queries: (batch, queries)),
+    "query_gain queries": Misshapen(gain=lambda batch, queries: (batch, 1, queries + 1)),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", MISSHAPEN)
+def test_a_transform_that_gives_other_shapes_is_refused(backend, name, rows):
+    with pytest.raises(ValueError, match=r"logits \(Misshapen"):
+        scaleinv.attention(*tensors(batch=1, queries=rows, keys=8), MISSHAPEN[name], backend=backend)
+
+
+@every_backend
+def test_a_table_may_hide_every_key(backend):
+    table = scaleinv.DistanceTable(torch.ones(1, 8), torch.full((1, 8), -math.inf))
+    inputs = [x.requires_grad_() for x in tensors(batch=1, queries=8, keys=8)]
+    out, lse = scaleinv.attention(*inputs, table, backend=backend, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert all((grad == 0).all() for grad in torch.autograd.grad(out.square().sum(), inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8])
+def test_documents_of_any_integer_type(dtype):
+    inputs, ids = tensors(batch=2, queries=8, keys=8), torch.arange(8).div(3, rounding_mode="floor").expand(2, 8)
+    logits = scaleinv.LogN(inputs[0].shape[1])
+    want = scaleinv.attention(*inputs, logits, document_ids=ids)
+    torch.testing.assert_close(scaleinv.attention(*inputs, logits, document_ids=ids.to(dtype)), want)
+
+
 @every_backend
 @pytest.mark.parametrize("rows", [1, 70])
 def test_two_runs_are_bitwise_equal(backend, rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Literal, overload
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from scaleinv.distributed.ring import Ring, RingAttention
 from scaleinv.logits import LogitTransform
 from scaleinv.ops import registry
 from scaleinv.ops.call import DTYPES, Call, checked, query_gain_of
-from scaleinv.ops.masks import Geometry
+from scaleinv.ops.masks import FAR, Geometry
 from scaleinv.ops.operator import ENGINES
 
 
@@ -80,7 +81,7 @@ def attention(
     parameter.
 
     Args:
-        query: this rank's part, ``[B, H, n, D]``. Positions are those of `scaleinv.distributed.positions`.
+        query: this rank's part, ``[B, H, n, D]``. Its positions are those of `scaleinv.distributed.Split`.
         key: ``[B, KV, n, D]``.
         value: ``[B, KV, n, Dv]``.
         logits: the logit transform; None for ``ScaleInvariant()``.
@@ -113,7 +114,8 @@ def attention(
     )
     _check_ranks(call, mesh, causal, window, layout)
     split = Split(ranks * call.geometry.keys, ranks, layout)
-    plan = Plan(split, causal, window, *(_whole(x, split, mesh) for x in (document_ids, key_mask)))
+    ids = None if document_ids is None else document_ids.to(torch.int64)  # ranks may hold different integer types
+    plan = Plan(split, causal, window, *(_whole(x, split, mesh) for x in (ids, key_mask)))
     ring = Ring(plan, mesh, mesh.get_local_rank(), _engine(backend, call), call.scale, current_traffic())
     whole = Geometry.of(split.length, split.length, 0, causal, window)
     gain, shift = whole.diagonal_tables(call.logits, call.compute_dtype, call.device)
@@ -128,11 +130,13 @@ def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None,
         sizes = f"{call.query.shape[2]} and {call.key.shape[2]}"
         raise ValueError(f"query and key must hold the same number of positions, got {sizes}")
     tensors = {"query": call.query, "key": call.key, "value": call.value}
-    values = {f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)}
+    values: dict[str, float] = {f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)}
     values |= {
+        "scale": call.scale,
+        "the class of logits (a checksum of its name)": crc32(type(call.logits).__name__.encode()),
         "query's dtype": DTYPES.index(call.query.dtype),
         "causal": int(causal),
-        "window": window or 0,
+        "window": min(window or 0, FAR),
         "layout": LAYOUTS.index(layout),
         "document_ids (1 where given)": int(call.document_ids is not None),
         "key_mask (1 where given)": int(call.key_mask is not None),

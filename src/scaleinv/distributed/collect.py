@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from scaleinv.distributed.exchange import check_agreement
 from scaleinv.distributed.layout import Layout, Split
 
 
@@ -33,7 +34,10 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int = 2, layout: Layout = "zigzag") 
 def gather(part: Tensor, mesh: DeviceMesh, dim: int = 2, layout: Layout = "zigzag") -> Tensor:
     """The whole tensor, on every rank, from each rank's part of it: the inverse of `shard`."""
     dim = _dimension(part, dim)
-    return _Gather.apply(part, mesh, dim, Split(part.shape[dim] * size_of(mesh), size_of(mesh), layout))
+    ranks = size_of(mesh)
+    sizes = {"dimensions": part.dim(), f"dimension {dim}": part.shape[dim], "elements": part.numel()}
+    check_agreement(mesh, sizes | {"bytes of an element": part.element_size()}, part.device)
+    return _Gather.apply(part, mesh, dim, Split(part.shape[dim] * ranks, ranks, layout))
 
 
 def size_of(mesh: DeviceMesh) -> int:
@@ -82,6 +86,8 @@ class _Gather(torch.autograd.Function):
 def _dimension(x: Tensor, dim: int) -> int:
     if not isinstance(x, Tensor):
         raise TypeError(f"shard and gather take a tensor, got {type(x).__name__}")
+    if not isinstance(dim, int):
+        raise TypeError(f"dim must be an integer, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must lie in {-x.dim()} … {x.dim() - 1} for a tensor of {x.dim()} dimensions, got {dim}")
     return dim % x.dim()

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -92,11 +92,11 @@ def current_traffic() -> Traffic | None:
     return _traffic.get()
 
 
-def check_agreement(mesh: DeviceMesh, values: dict[str, int], device: torch.device) -> None:
+def check_agreement(mesh: DeviceMesh, values: Mapping[str, float], device: torch.device) -> None:
     """Raise ValueError on every rank, naming what differs, unless all ranks of the mesh pass the same values."""
     if mesh.size() == 1:
         return
-    own = torch.tensor(list(values.values()), dtype=torch.int64, device=device)
+    own = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     everyone = [torch.empty_like(own) for _ in range(mesh.size())]
     with _explained(mesh):
         dist.all_gather(everyone, own, group=mesh.get_group())
@@ -104,7 +104,8 @@ def check_agreement(mesh: DeviceMesh, values: dict[str, int], device: torch.devi
     for column, name in enumerate(values):
         found = table[:, column].tolist()
         if len(set(found)) > 1:
-            raise ValueError(f"{name} must be the same on every rank of the mesh, got {found} on ranks 0, 1, …")
+            shown = ", ".join(f"{value:.15g}" for value in found)
+            raise ValueError(f"{name} must be the same on every rank of the mesh, got [{shown}] on ranks 0, 1, …")
 
 
 @contextlib.contextmanager

@@ -54,11 +54,10 @@ class Ring:
         """This rank's keys and values by segment."""
         return {segment: (key[:, :, rows], value[:, :, rows]) for segment, rows in self.own()}
 
-    def pass_on(self, step: int, held: dict[Segment, Pair]) -> Exchange:
+    def pass_on(self, step: int, held: dict[Segment, Pair], key: Tensor, value: Tensor) -> Exchange:
         """Start step ``step`` of the ring: send that many ranks ahead, receive from as many behind."""
         exchange = Exchange(self.mesh, 2 * step + PASSING, self.traffic)
         to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-        key, value = next(iter(held.values()))
         _send(exchange, to, [held[segment] for segment in self.plan.needed(to, self.rank)])
         _receive(exchange, source, key, value, self.plan.needed(self.rank, source), key.dtype)
         return exchange.start()
@@ -74,12 +73,12 @@ class Ring:
     def visits(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, dict[Segment, Pair]]]:
         """Each step's keys and values by segment, this rank's own first, while the next ones are in flight."""
         held = self.local(key, value)
-        coming = self.pass_on(1, held) if self.size > 1 else None
+        coming = self.pass_on(1, held, key, value) if self.size > 1 else None
         yield 0, held
         for step in range(1, self.size):
             assert coming is not None
             message = coming.wait()
-            coming = self.pass_on(step + 1, held) if step + 1 < self.size else None
+            coming = self.pass_on(step + 1, held, key, value) if step + 1 < self.size else None
             segments = self.plan.needed(self.rank, (self.rank - step) % self.size)
             yield step, _unpacked(message, segments, key, value)
 
@@ -159,10 +158,10 @@ class RingAttention(torch.autograd.Function):
                     grad_gain[:, diagonals] += found.gain
                     grad_shift[:, diagonals] += found.shift
             if returning is not None:
-                _add_home(ring, *returning, home)
+                _add_home(ring, *returning, home, grad_key, grad_value)
             returning = (step, ring.return_home(step, grads, grad_key, grad_value)) if step else None
         if returning is not None:
-            _add_home(ring, *returning, home)
+            _add_home(ring, *returning, home, grad_key, grad_value)
         return (
             grad_query.to(query.dtype),
             grad_key.to(key.dtype),
@@ -186,10 +185,11 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(total)
 
 
-def _add_home(ring: Ring, step: int, exchange: Exchange, home: dict[Segment, Pair]) -> None:
+def _add_home(
+    ring: Ring, step: int, exchange: Exchange, home: dict[Segment, Pair], key: Tensor, value: Tensor
+) -> None:
     """Wait for the gradients of this rank's keys from the rank that they visited, and add them."""
     visited = (ring.rank + step) % ring.size
-    key, value = next(iter(home.values()))
     for segment, pair in _unpacked(exchange.wait(), ring.plan.needed(visited, ring.rank), key, value).items():
         for total, part in zip(home[segment], pair, strict=True):
             total += part

@@ -82,7 +82,7 @@ class Scaled(LogitTransform):
     def __init__(self, tables: LogitTransform, factors: Sequence[float] | None, slope: float | None) -> None:
         super().__init__()
         self.inner = tables
-        self.heads = None if factors is None else len(factors)
+        self.heads = tables.heads if factors is None else len(factors)
         self.factors = [1.0] if factors is None else list(factors)
         self.slope = slope
         self.counts = "context" if slope is None else "visible"

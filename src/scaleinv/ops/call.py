@@ -30,6 +30,8 @@ from scaleinv.ops.masks import Geometry, query_documents, visible_counts
 from scaleinv.ops.precision import autocast
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MAX_OFFSET = 1 << 53
+"""Distances beyond it are no longer exact in float64."""
 _DEFAULT = ScaleInvariant()
 
 
@@ -149,6 +151,8 @@ def checked(
     """The call for the arguments of `scaleinv.attention`; ValueError or TypeError names whatever does not fit."""
     query, key, value = autocast(query, key, value)
     logits = _DEFAULT if logits is None else logits
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
     _check_tensors(query, key, value)
     _check_logits(logits, query.shape[1])
     geometry = _geometry(query.shape[2], key.shape[2], causal, window, query_offset)
@@ -202,6 +206,8 @@ def _geometry(queries: int, keys: int, causal: bool, window: int | None, query_o
         raise ValueError(f"window must be a positive integer or None, got {window!r}")
     if query_offset is not None and not _is_int(query_offset):
         raise TypeError(f"query_offset must be an integer or None, got {query_offset!r}")
+    if query_offset is not None and not -MAX_OFFSET <= query_offset <= MAX_OFFSET:
+        raise ValueError(f"query_offset must lie within ±2^53, got {query_offset}")
     return Geometry.of(queries, keys, keys - queries if query_offset is None else query_offset, causal, window)
 
 
@@ -256,4 +262,16 @@ def query_gain_of(call: Call) -> Tensor | None:
         lambda: visible_counts(geometry, call.document_ids, call.key_mask, call.device),
         context=min(geometry.keys, geometry.last + 1) if geometry.min_distance == 0 else geometry.keys,
     )
-    return None if gain is None else gain.to(call.compute_dtype)
+    if gain is None:
+        return None
+    batch, heads = call.query.shape[:2]
+    expected = (batch, heads, geometry.queries)
+    fits = gain.dim() == 3 and gain.shape[2] == geometry.queries
+    for size, whole in zip(gain.shape[:2], expected, strict=False):
+        fits = fits and (size == 1 or size == whole)  # `in` fails with the compiler's symbols
+    if not fits:
+        raise ValueError(
+            f"logits ({type(call.logits).__name__}) must give a query_gain of shape [batch or 1, heads or 1, queries] = "
+            f"{list(expected)}, got {list(gain.shape)}"
+        )
+    return gain.to(call.compute_dtype).expand(-1, heads, -1)

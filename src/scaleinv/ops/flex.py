@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from scaleinv.ops.call import Call
-from scaleinv.ops.masks import Geometry, query_documents
+from scaleinv.ops.masks import Geometry, distance_tables, query_documents
 
 KEPT_MASKS = 32
 
@@ -68,7 +68,7 @@ def score_mod(call: Call) -> Callable[..., Tensor]:
     """``a_h(t) · (c_h(i) · score) + m_h(t)`` for FlexAttention."""
     geometry, c = call.geometry, call.query_gain
     start, stop = geometry.table_range()
-    a, m = call.logits.table_range(start, stop, dtype=torch.float32, device=call.device)
+    a, m = distance_tables(call.logits, geometry, torch.float32, call.device)
     # As tensors, so that a new value needs no new compilation.
     offset, least, last = torch.tensor([geometry.offset, start, stop - start - 1], device=call.device).unbind()
     many_a, many_m = a.shape[0] > 1, m.shape[0] > 1

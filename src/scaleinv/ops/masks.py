@@ -82,8 +82,7 @@ class Geometry:
         m = -inf, so the tables are the causal mask and the window too.
         """
         start, stop = self.table_range()
-        tables = logits.table_range(start, stop, dtype=dtype, device=device)
-        gain, shift = torch.broadcast_tensors(*tables)
+        gain, shift = torch.broadcast_tensors(*distance_tables(logits, self, dtype, device))
         if 0 <= self.first <= self.last and not self.hides:  # a decoding step: every diagonal occurs once
             return gain.flip(1).contiguous(), shift.flip(1).contiguous()
         distance = self.last - torch.arange(max(self.queries + self.keys - 1, 0), device=device)
@@ -93,6 +92,25 @@ class Geometry:
             hidden = ~self.visible(distance)
             gain, shift = gain.masked_fill(hidden, 0.0), shift.masked_fill(hidden, -torch.inf)
         return gain, shift
+
+
+def distance_tables(
+    logits: LogitTransform, geometry: Geometry, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """a and m at the distances of ``geometry.table_range()``; ValueError unless the transform keeps to its shapes.
+
+    A kernel reads these by address, so a transform of a user's own must not be trusted.
+    """
+    start, stop = geometry.table_range()
+    gain, shift = logits.table_range(start, stop, dtype=dtype, device=device)
+    for name, table in (("gain", gain), ("shift", shift)):
+        fits = table.dim() == 2 and table.shape[1] == stop - start
+        if not fits or (table.shape[0] != 1 and table.shape[0] != logits.heads):
+            raise ValueError(
+                f"logits ({type(logits).__name__}, heads={logits.heads}) must give a {name} of shape [heads or 1, "
+                f"{stop - start}] for distances {start} … {stop - 1}, got {list(table.shape)}"
+            )
+    return gain, shift
 
 
 def query_documents(document_ids: Tensor, offset: int, queries: int) -> Tensor:
@@ -128,6 +146,7 @@ def visible_counts(
         count = until.gather(1, high.expand(rows, -1)) - until.gather(1, low.expand(rows, -1))
         return count.clamp_min(0)
     # Keys sorted by (document, place): those of one document in [low, high) are one run, found by bisection.
+    document_ids = document_ids.to(torch.int64)  # torch cannot gather every integer type
     order = document_ids.argsort(dim=1, stable=True)
     documents = document_ids.gather(1, order)
     rank = torch.cat([torch.zeros_like(documents[:, :1], dtype=torch.int64), documents.diff(dim=1).ne(0).cumsum(1)], 1)

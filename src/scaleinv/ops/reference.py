@@ -7,7 +7,7 @@ from torch import Tensor
 
 from scaleinv.ops.call import Call
 from scaleinv.ops.hidden import scores, weighted
-from scaleinv.ops.masks import pair_mask
+from scaleinv.ops.masks import distance_tables, pair_mask
 from scaleinv.ops.precision import no_autocast
 
 
@@ -31,12 +31,12 @@ def _attention(call: Call) -> tuple[Tensor, Tensor]:
     v = call.value.to(dtype).repeat_interleave(groups, dim=1)
 
     start, stop = geometry.table_range()
-    a, m = call.logits.table_range(start, stop, dtype=dtype, device=device)
+    a, m = distance_tables(call.logits, geometry, dtype, device)
     t = (geometry.distances(device).abs() - start).clamp(0, stop - start - 1)  # what lies outside is hidden below
     S = call.scale * scores(q, k, visible)
     L = (a[:, t] * S + m[:, t]).masked_fill(~visible, -torch.inf)
 
-    blind = ~visible.any(dim=-1)  # queries that see nothing: output 0, logsumexp -inf
+    blind = (L == -torch.inf).all(dim=-1)  # queries that see nothing: output 0, logsumexp -inf
     lse = torch.logsumexp(L.masked_fill(blind[..., None], 0), dim=-1)
     A = torch.exp(L - lse[..., None]).masked_fill(~visible, 0)
     return weighted(A, v, visible).to(call.value.dtype), lse.masked_fill(blind, -torch.inf)
