@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask
 
 import scaleinv.hf
 from scaleinv.hf import mask as masks
-from scaleinv.hf.attention import attention_forward
+from scaleinv.hf.attention import attention_forward, by_distance
 from scaleinv.hf.config import ATTENTION
 from scaleinv.hf.mask import HIDDEN, Regular
 
@@ -173,3 +173,23 @@ def test_attention_dropout(stock: Stock, tokens: Tensor) -> None:
 
 def test_registered() -> None:
     assert ATTENTION in AttentionInterface().valid_keys()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_hidden_keys_may_hold_anything_on_the_general_path(softcap: float | None, garbage: float) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    distance = (torch.arange(6)[:, None] - torch.arange(6)).expand(2, 1, 6, 6).clone()
+    distance[1, :, :, 2] = -1  # padding
+
+    def results(filler: float) -> list[Tensor]:
+        k, v = key.clone(), value.clone()
+        k[1, :, 2] = v[1, :, 2] = filler
+        leaves = [x.clone().requires_grad_() for x in (query, k, v)]
+        logits = scaleinv.ScaleInvariant()
+        out = by_distance(*leaves, logits, distance, scale=0.3, softcap=softcap)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    for got, want in zip(results(garbage), results(0.0), strict=True):
+        torch.testing.assert_close(got, want)

@@ -146,6 +146,13 @@ def test_methods_share_a_model_only_where_they_are_trained_alike(trained, used):
         model.use_method("alibi")
 
 
+def test_a_model_has_a_config_of_its_own():
+    config = GPTConfig(layers=1, width=32, heads=2, vocab_size=50, train_length=32, method="rope")
+    model = GPT(config)
+    model.use_method("yarn")
+    assert (model.config.method, config.method) == ("yarn", "rope")
+
+
 def test_bfloat16_model_runs():
     model = small().to(torch.bfloat16)
     assert model(torch.zeros(1, 5, dtype=torch.long)).dtype == torch.bfloat16

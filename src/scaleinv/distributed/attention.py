@@ -130,7 +130,9 @@ def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None,
         sizes = f"{call.query.shape[2]} and {call.key.shape[2]}"
         raise ValueError(f"query and key must hold the same number of positions, got {sizes}")
     tensors = {"query": call.query, "key": call.key, "value": call.value}
-    values: dict[str, float] = {f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)}
+    values: dict[str, float] = {
+        f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)
+    }
     values |= {
         "scale": call.scale,
         "the class of logits (a checksum of its name)": crc32(type(call.logits).__name__.encode()),

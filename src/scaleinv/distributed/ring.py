@@ -185,9 +185,7 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(total)
 
 
-def _add_home(
-    ring: Ring, step: int, exchange: Exchange, home: dict[Segment, Pair], key: Tensor, value: Tensor
-) -> None:
+def _add_home(ring: Ring, step: int, exchange: Exchange, home: dict[Segment, Pair], key: Tensor, value: Tensor) -> None:
     """Wait for the gradients of this rank's keys from the rank that they visited, and add them."""
     visited = (ring.rank + step) % ring.size
     for segment, pair in _unpacked(exchange.wait(), ring.plan.needed(visited, ring.rank), key, value).items():

@@ -12,6 +12,7 @@ from scaleinv.hf.cache import Held, visible_keys
 from scaleinv.hf.mask import MARKED, Regular
 from scaleinv.logits import LogitTransform
 from scaleinv.ops.api import attention
+from scaleinv.ops.hidden import scores, weighted
 
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi")
 """Arguments with which some models change the scores: ignoring one would be silently wrong."""
@@ -119,8 +120,8 @@ def by_distance(
     batch, heads, queries, _ = query.shape
     shared = (batch, key.shape[1], heads // key.shape[1] * queries, -1)  # the heads that share a key: one product
     visible = distance >= 0
-    S = scale * (query.to(dtype).reshape(shared) @ key.to(dtype).transpose(-1, -2))
-    S = S.reshape(batch, heads, queries, -1)
+    seen = visible.expand(batch, heads, -1, -1).reshape(*shared[:3], key.shape[2])
+    S = scale * scores(query.to(dtype).reshape(shared), key.to(dtype), seen).reshape(batch, heads, queries, -1)
     if softcap is not None:
         S = softcap * torch.tanh(S / softcap)
     gain = logits.gain_of_queries(lambda: visible.sum(-1)[:, 0], context=key.shape[2])
@@ -139,7 +140,7 @@ def by_distance(
         column = sinks.to(dtype)[None, :, None, None].expand(*L.shape[:3], 1)
         A = torch.cat([L, column], dim=-1).softmax(-1)[..., :-1]
     A = F.dropout(A.masked_fill(blind, 0.0), dropout)
-    return (A.reshape(shared) @ value.to(dtype)).reshape(batch, heads, queries, -1).to(value.dtype)
+    return weighted(A.reshape(seen.shape), value.to(dtype), seen).reshape(batch, heads, queries, -1).to(value.dtype)
 
 
 def _describe(mask: object) -> str:

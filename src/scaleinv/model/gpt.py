@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -31,7 +32,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config = dataclasses.replace(config)  # its own: `use_method` changes it
         self.backend = "auto"
         """Attention backend, as in `scaleinv.attention`."""
         self.context: Context | None = None

@@ -271,7 +271,7 @@ def query_gain_of(call: Call) -> Tensor | None:
         fits = fits and (size == 1 or size == whole)  # `in` fails with the compiler's symbols
     if not fits:
         raise ValueError(
-            f"logits ({type(call.logits).__name__}) must give a query_gain of shape [batch or 1, heads or 1, queries] = "
-            f"{list(expected)}, got {list(gain.shape)}"
+            f"logits ({type(call.logits).__name__}) must give a query_gain of shape [batch or 1, heads or 1, "
+            f"queries] = {list(expected)}, got {list(gain.shape)}"
         )
     return gain.to(call.compute_dtype).expand(-1, heads, -1)

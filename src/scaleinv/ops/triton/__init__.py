@@ -15,6 +15,7 @@ from torch import Tensor
 
 from scaleinv.logits import LogitTransform, Plain
 from scaleinv.ops.call import Call
+from scaleinv.ops.masks import distance_tables
 from scaleinv.ops.triton import configs
 
 MAX_POSITIONS = 1 << 28
@@ -61,7 +62,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 
     geometry, gain, shift = call.geometry, None, None
     if not _is_plain(call.logits):
-        gain, shift = call.logits.table_range(*geometry.table_range(), dtype=torch.float32, device=call.device)
+        gain, shift = distance_tables(call.logits, geometry, torch.float32, call.device)
     learned = any(x is not None and x.requires_grad for x in (gain, shift, call.query_gain))
     out, lse = triton_forward(
         call.query,
