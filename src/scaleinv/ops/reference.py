@@ -36,7 +36,7 @@ def _attention(call: Call) -> tuple[Tensor, Tensor]:
     S = call.scale * scores(q, k, visible)
     L = (a[:, t] * S + m[:, t]).masked_fill(~visible, -torch.inf)
 
-    blind = (-torch.inf == L).all(dim=-1)  # queries that see nothing: output 0, logsumexp -inf
+    blind = L.isneginf().all(dim=-1)  # queries that see nothing: output 0, logsumexp -inf
     lse = torch.logsumexp(L.masked_fill(blind[..., None], 0), dim=-1)
     A = torch.exp(L - lse[..., None]).masked_fill(~visible, 0)
     return weighted(A, v, visible).to(call.value.dtype), lse.masked_fill(blind, -torch.inf)
