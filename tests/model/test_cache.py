@@ -1,20 +1,9 @@
 import pytest
 import torch
-from test_gpt import small
+from small_gpt import TOKENS, decode, small
 
 from scaleinv import methods
 from scaleinv.model import KVCache
-
-TOKENS = torch.randint(0, 50, (2, 90), generator=torch.Generator().manual_seed(5))
-
-
-def decode(model, cache: KVCache, sizes: list[int]) -> list[torch.Tensor]:
-    """Logits of consecutive pieces of TOKENS."""
-    start, pieces = 0, []
-    for size in sizes:
-        pieces.append(model(TOKENS[:, start : start + size], cache=cache))
-        start += size
-    return pieces
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "preallocated"])

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from test_cache import TOKENS, decode
-from test_gpt import small
+from small_gpt import TOKENS, decode, small
 
 from scaleinv import methods
 from scaleinv.model import CertifiedKVCache

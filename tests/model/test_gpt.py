@@ -2,26 +2,13 @@ import math
 
 import pytest
 import torch
+from small_gpt import small
 from torch.nn import functional as F
 
 import scaleinv
 from scaleinv import methods
 from scaleinv.model import GPT, GPTConfig, preset
 from scaleinv.model import gpt as gpt_module
-
-
-def small(method: str = "scale-invariant-p-rope", **changes: object) -> GPT:
-    """A model of random weights: a fresh one has zeros where they would hide mistakes."""
-    torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(
-            **{"layers": 2, "width": 32, "heads": 2, "vocab_size": 50, "train_length": 32, **changes, "method": method}
-        )
-    )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 @pytest.mark.parametrize(("name", "millions"), [("162m", 162), ("304m", 304)])
