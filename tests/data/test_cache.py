@@ -78,7 +78,7 @@ def test_two_processes_at_once(books: Path, tmp_path: Path) -> None:
     processes = [context.Process(target=_load, args=(str(books), cache, barrier, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join(60)
     assert found[0] == found[1] == load_corpus(str(books), tokenizer="bpe:300", cache=cache).sha256
