@@ -28,7 +28,9 @@ class Config:
 def choose(kernel: str, target: str, head_dim: int, item_bytes: int) -> Config:
     """The configuration for a padded head dimension (the larger of key's and value's) and the bytes of an element."""
     table = _FLOAT32 if item_bytes == 4 else _HOPPER if target in ("sm_90", "sm_100", "sm_103") else _AMPERE
-    if item_bytes == 2 and head_dim == 256 and table is _AMPERE and target != "sm_80":
+    if table is _AMPERE and target == "sm_80" and (kernel, head_dim) == ("forward", 128):
+        return Config(128, 32, 4, 3)  # four warps read keys and values half as often as eight; later targets spill
+    if table is _AMPERE and target != "sm_80" and head_dim == 256:
         return _SMALL[kernel]
     return table[kernel][head_dim]
 
