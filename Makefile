@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 DEV := $(VENV)/.dev
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup test demo bench lint format clean
+.PHONY: setup test demo bench soak lint format clean
 setup: $(DEV)
 
 # torch first and pinned: without the pin, pip would fetch several GB of CUDA packages.
@@ -35,6 +35,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/decoding.py
 	$(BIN)/python benchmarks/training.py
+
+# Kills training, comparisons and needle tests 100 times; what they leave must equal undisturbed ones. A few minutes.
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --kills 100
 
 lint: $(DEV)
 	$(BIN)/ruff check .
