@@ -94,5 +94,5 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     (tmp_path / ("." + "0" * 32 + ".model.safetensors")).write_text("half")
     (tmp_path / ".hidden.json").write_text("mine")
-    files.remove_leftovers(tmp_path)
+    files.remove_leftovers(tmp_path, tmp_path / "missing")
     assert [path.name for path in tmp_path.iterdir()] == [".hidden.json"]

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import socket
+import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -55,11 +56,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: str | Path) -> None:
-    """Delete temporary files that a killed program left in a folder. Only its writer may call this: see `locked`."""
-    for path in Path(folder).iterdir():
-        if re.fullmatch(r"\.[0-9a-f]{32}\..+", path.name):
-            path.unlink(missing_ok=True)
+def remove_leftovers(*folders: str | Path) -> None:
+    """Delete temporary files that a killed program left in folders. Only their writer may call this: see `locked`."""
+    for folder in folders:
+        for path in Path(folder).glob(".*"):
+            if re.fullmatch(r"\.[0-9a-f]{32}\..+", path.name):
+                path.unlink(missing_ok=True)
 
 
 class FolderInUse(RuntimeError):
@@ -158,9 +160,9 @@ def read_json(path: str | Path, advice: str = "") -> Any:
     """
     try:
         return json.loads(_text(path, advice))
-    except ValueError as error:
-        if isinstance(error, UnreadableFile):
-            raise
+    except UnreadableFile:
+        raise
+    except _NO_JSON as error:
         raise UnreadableFile(path, f"is not JSON: {error}", advice) from error
 
 
@@ -185,7 +187,7 @@ def read_lines(path: str | Path, advice: str = "") -> list[dict[str, Any]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except _NO_JSON as error:
             if number > len(lines):
                 break
             raise UnreadableFile(path, f"line {number} is not JSON: {error}", advice) from error
@@ -203,11 +205,24 @@ class UnreadableFile(ValueError):
         self.path = Path(path)
 
 
-def _text(path: str | Path, advice: str) -> str:
+_NO_JSON = (ValueError, RecursionError)  # the latter where it is nested too deeply
+
+
+def check_regular(path: str | Path, advice: str = "") -> None:
+    """UnreadableFile unless a path is a regular file: a pipe would be waited for, and a device may never end."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise UnreadableFile(path, "is not a regular file", advice)
     except FileNotFoundError as error:
         raise UnreadableFile(path, "is missing", advice) from error
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", advice) from error
+
+
+def _text(path: str | Path, advice: str) -> str:
+    check_regular(path, advice)
+    try:
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", advice) from error
     except UnicodeDecodeError as error:

@@ -127,6 +127,21 @@ def test_any_damage_of_the_manifest_is_reported(tmp_path, manifest, caplog):
         checkpoint.of_step(tmp_path, 1)
 
 
+def test_what_a_killed_run_has_half_deleted_is_no_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 2)
+
+    def killed(path, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.delete_old(tmp_path, 0)
+    assert steps(tmp_path) == []
+    checkpoint.remove_partial(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 def test_partial_checkpoints_are_not_mistaken_for_whole_ones(tmp_path):
     save(tmp_path, 4)
     (tmp_path / ".partial-000099").mkdir()

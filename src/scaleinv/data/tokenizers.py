@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from scaleinv.data.optional import require
-from scaleinv.files import UnreadableFile, read_object, replacing, write_json
+from scaleinv.files import UnreadableFile, check_regular, read_object, replacing, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_VOCAB = 2**16
@@ -186,6 +186,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if name != "bpe":
         raise UnreadableFile(path, f"must have the name 'bytes', 'bpe' or 'gpt2', got {name!r:.60}", _ADVICE)
     library, merges = require("tokenizers", "the BPE tokenizer"), path.parent / _BPE_FILE
+    check_regular(merges, _ADVICE)
     try:
         return BPETokenizer(library.Tokenizer.from_file(str(merges)))
     except Exception as error:  # the library raises bare Exception
@@ -241,10 +242,9 @@ def identity(spec: str) -> str:
     digest = hashlib.sha256()
     for name in (_FILE, _BPE_FILE):
         path = Path(spec) / name
-        try:
-            digest.update(path.read_bytes() if path.exists() else b"")
-        except OSError as error:
-            raise UnreadableFile(path, f"cannot be read ({error.strerror})", _ADVICE) from error
+        if os.path.lexists(path):
+            check_regular(path, _ADVICE)
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -37,7 +37,7 @@ from scaleinv.eval.summary import (
 )
 from scaleinv.eval.work import Work
 from scaleinv.eval.workers import Workers
-from scaleinv.files import locked, write_text
+from scaleinv.files import locked, remove_leftovers, write_text
 from scaleinv.machine import cpu_name, find_device
 from scaleinv.model import GPT
 from scaleinv.progress import Progress, silent
@@ -46,6 +46,7 @@ from scaleinv.train.store import CONFIG, check_writable, read_config, run_corpus
 from scaleinv.train.validation import LengthLoss, usable_tokens
 from scaleinv.version import VERSION
 
+CURVES = "curves"
 COUNTED = 65_536
 """Validation tokens used to count the bytes per token."""
 
@@ -63,6 +64,7 @@ def compare(plan: Comparison, progress: Progress = silent) -> Summary:
     with _empty_folders_removed(plan.out / "runs"):
         check_writable(plan.out)
         with locked(plan.out):
+            remove_leftovers(plan.out, plan.out / CURVES, *{plan.evaluation(job, "").parent for job in plan.all_jobs()})
             _check(plan)
             return _run(plan, progress)
 
@@ -133,7 +135,7 @@ def summarize(plan: Comparison) -> Summary:
     for job in plan.all_jobs():
         metrics = plan.run(job) / METRICS
         if metrics.exists():
-            write_text(plan.out / "curves" / f"{job.name}.jsonl", metrics.read_text(encoding="utf-8"))
+            write_text(plan.out / CURVES / f"{job.name}.jsonl", metrics.read_text(encoding="utf-8"))
         for name in job.methods:
             evaluation = plan.evaluated(job, name)
             for label, result in evaluation.lengths.items() if evaluation else ():

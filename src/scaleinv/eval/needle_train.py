@@ -22,6 +22,8 @@ from scaleinv.train.logs import Metrics, Progress
 from scaleinv.train.passes import micro_batches, precision
 
 SETTINGS = "needle.json"
+KEEP = 1
+"""Checkpoints to keep."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,7 @@ def finetune(
                     rate = factor * config.lr_matrices
                     metrics.write({"step": done, "loss": loss, "token_accuracy": right, "lr": rate})
                     if done % training.checkpoint_every == 0 or done == training.steps:
-                        checkpoint.save(out / store.CHECKPOINTS, done, tensors, {}, keep=1)
+                        checkpoint.save(out / store.CHECKPOINTS, done, tensors, {}, KEEP)
             finally:
                 metrics.close()
         if store.weights_step(out) != training.steps:
@@ -208,5 +210,6 @@ def _claim(out: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
     elif read_object(path) != json.loads(json.dumps(settings)):
         raise ValueError(f"out {out} holds a fine-tuning of another run, task or training (see {path}): choose another")
-    remove_leftovers(out)
+    remove_leftovers(out, out / store.TOKENIZER)
     checkpoint.remove_partial(out / store.CHECKPOINTS)
+    checkpoint.delete_old(out / store.CHECKPOINTS, KEEP)

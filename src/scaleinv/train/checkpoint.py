@@ -80,21 +80,26 @@ def _finish(partial: Path, final: Path, manifest: dict[str, Any], keep: int) -> 
     _sync(final.parent)
     _verified(final)
     remove_partial(final.parent)
-    _delete_old(final.parent, keep)
+    delete_old(final.parent, keep)
 
 
-def _delete_old(folder: Path, keep: int) -> None:
+def delete_old(folder: Path, keep: int) -> None:
     """Delete checkpoints older than the newest ``keep`` whole ones, and the damaged ones among these.
 
-    Nothing is deleted until that many have been found whole.
+    Nothing is deleted until that many have been found whole. If a run is killed here, what it has half deleted is no
+    checkpoint any more: `remove_partial` deletes the rest.
     """
+    if len(_found(folder)) <= keep:
+        return
     whole: list[Path] = []
     others: list[Path] = []
     for path in _found(folder):
         (whole if len(whole) < keep and _is_whole(path) else others).append(path)
     if len(whole) == keep:
         for path in others:
-            shutil.rmtree(path, ignore_errors=True)
+            doomed = path.with_name(f"{PARTIAL}{path.name}")
+            os.replace(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _is_whole(path: Path) -> bool:

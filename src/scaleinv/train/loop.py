@@ -109,8 +109,10 @@ class _Run:
             raise ValueError(f"out {self.folder} already holds a run: resume it, or choose another folder")
         if resume and not held:
             raise ValueError(f"out {self.folder} holds no run to resume")
-        remove_leftovers(self.folder)
+        remove_leftovers(self.folder, self.folder / store.TOKENIZER)
         checkpoint.remove_partial(self.checkpoints)
+        if resume:
+            checkpoint.delete_old(self.checkpoints, self.config.keep)
 
     def _open_logs(self, step: int, stack: contextlib.ExitStack) -> None:
         # The metrics come first: if a package that they need is missing, the folder holds no run yet.

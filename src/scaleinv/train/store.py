@@ -15,7 +15,7 @@ from torch import Tensor
 from scaleinv.data import ByteTokenizer, Corpus, Tokenizer, load_corpus, load_tokenizer
 from scaleinv.data.documents import absolute_spec
 from scaleinv.data.tokenizers import absolute_tokenizer
-from scaleinv.files import UnreadableFile, read_object, replacing, write_json
+from scaleinv.files import UnreadableFile, check_regular, read_object, replacing, write_json
 from scaleinv.model import GPT
 from scaleinv.train import checkpoint
 from scaleinv.train.config import TrainConfig
@@ -85,9 +85,8 @@ def read_weights(folder: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]
     from safetensors import SafetensorError, safe_open
 
     path = Path(folder) / WEIGHTS
-    if not path.exists():
-        raise UnreadableFile(path, "is missing", f"`scaleinv train --resume {folder}` writes it")
     advice = f"`scaleinv train --resume {folder}` writes it again from the last checkpoint"
+    check_regular(path, advice)
     try:
         with safe_open(path, "pt") as file:
             metadata = dict(file.metadata() or {})
