@@ -10,6 +10,7 @@ import abc
 import hashlib
 import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
