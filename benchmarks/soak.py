@@ -1,11 +1,11 @@
-"""Kill training, comparisons and needle tests at random moments; what they leave must equal undisturbed ones, bit by bit.
+"""Kill training, comparisons and needle tests at random moments, and compare what they leave with undisturbed ones.
 
     python benchmarks/soak.py --kills 100
 
 Each task first runs undisturbed. Then it runs again in another folder and is killed (SIGKILL) at random moments, half
-of them while a checkpoint or another file is being written, and the same command resumes it until it ends. Then weights,
-the last checkpoint's tensors, metrics and results are compared, and nothing half written may be left. Then the next
-round begins, with an empty folder, until all kills are done.
+of them while a checkpoint or another file is being written, and the same command resumes it until it ends. Then
+weights, the last checkpoint's tensors, metrics and results must be equal bit by bit, with nothing left half written.
+The next round begins with an empty folder, until all kills are done.
 
 Writes soak.json and README.md to results/reliability/; the exit code is 1 if anything differed. Linux only.
 """
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils.tensorboard  # noqa: F401  imported once, here, and not in every child
+import torch.utils.tensorboard
 from safetensors.torch import load_file
 
 import scaleinv.reports.comparison  # noqa: F401
@@ -96,7 +96,9 @@ def tasks(scratch: Path) -> Iterator[tuple[Task, float]]:
         return command(["train", *SMALL.split(), "--steps", "40", "--data", str(books), "--out", str(folder)])
 
     def compare(folder: Path) -> int:
-        chosen = "--methods rope,yarn,scale-invariant-p-rope --seeds 1 --lengths 1x,2x --tokens 512 --jobs 2 --no-report"
+        chosen = (
+            "--methods rope,yarn,scale-invariant-p-rope --seeds 1 --lengths 1x,2x --tokens 512 --jobs 2 --no-report"
+        )
         settings = [*SMALL.split(), "--steps", "30", "--data", str(books)]
         return command(["compare", *chosen.split(), *settings, "--out", str(folder)])
 
@@ -329,9 +331,9 @@ def write(out: Path, seed: int, results: list[Result], seconds: float) -> None:
         f"{seconds / 60:.0f} minutes.\n\n" + "\n".join(table) + "\n\n"
         "A round ends when the task has ended. Then weights, the tensors of the last checkpoint (optimiser and random "
         "state included), metrics and results are compared with those of an undisturbed run: equal means bit by bit, "
-        "with no file missing or left over. Left out are speeds, TensorBoard files, and half-written files in a folder of "
-        "needle results, which other processes may be writing to. Half of the kills wait until a "
-        "file is being written.\n\n"
+        "with no file missing or left over. Left out are speeds, TensorBoard files, and half-written files in a folder "
+        "of needle results, which other processes may be writing to. Half of the kills wait until a file is being "
+        "written.\n\n"
         f"In comparisons the kill took the whole task {workers['task']} times, the parent alone {workers['parent']} "
         f"and a worker alone {workers['worker']}.\n"
     )

@@ -4,7 +4,6 @@ import resource
 
 import pytest
 import torch
-
 from world import World
 
 

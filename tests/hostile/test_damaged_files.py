@@ -1,7 +1,7 @@
 """Damaged files: each ends in the right result, or in one line that names the file; nothing else is touched.
 
 Every file that the program reads is tried with a list of damage and with damage that Hypothesis draws: a few cases by
-default, more than a thousand with ``pytest -m slow tests/hostile``. HYPOTHESIS_PROFILE=default draws new ones each time.
+default, more than a thousand with ``pytest -m slow tests/hostile``. HYPOTHESIS_PROFILE=default draws new ones.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-
 from damage import EDGES, Damage, damages
+from hypothesis import HealthCheck, given, settings
+from world import COMPARE, NEEDLE, TINY, World, assert_clear, changed, outcome, tree
+
 from scaleinv.analysis.calibrate import Calibration
 from scaleinv.analysis.model import ModelStatistics
 from scaleinv.plots.chart import Chart
 from scaleinv.plots.needle import HeatMap
-from world import COMPARE, NEEDLE, TINY, World, assert_clear, changed, outcome, tree
 
 COUNTS = (pytest.param(4, id="few"), pytest.param(40, id="many", marks=pytest.mark.slow))
 

@@ -11,15 +11,16 @@ import os
 from dataclasses import dataclass
 
 import pytest
-
-from scaleinv.cli import program
 from world import TINY, assert_clear, changed, outcome, tree
 
+from scaleinv.cli import program
+
 VALUES = (
-    "", " ", "-1", "0", "1", "-0.0", "0.5", "nan", "inf", "-inf", "1e400", "1e-400", "1_0", "٣", "0x10", "1099511627776",
-    "99999999999999999999", "9" * 5000, "a\0b", "x" * 5000, "é漢\u202e", "caf\udce9", "\n", "\x1b[31m", "--", "-", "'",
+    "", " ", "-1", "0", "1", "-0.0", "0.5", "nan", "inf", "-inf", "1e400", "1e-400", "1_0", "٣", "0x10",
+    "1099511627776",    "99999999999999999999", "9" * 5000, "a\0b", "x" * 5000, "é漢\u202e", "caf\udce9", "\n", "\x1b[31m", "--", "-", "'",
     "%s", "{}", "*", "[", "~", ",", ",,", "1x,", "none", "None", "true", "all", "rope,rope", "run", "run.toml", "books",
-    "nowhere/at/all", "pipe", "/dev/null", "/dev/full", "loop", "run.toml/below", "bpe:", "bpe:99999999", "hf:", "hf:a/b/c/d",
+    "nowhere/at/all", "pipe", "/dev/null", "/dev/full", "loop", "run.toml/below", "bpe:", "bpe:99999999",
+    "hf:", "hf:a/b/c/d",
 )  # fmt: skip
 """Texts for any option; pipe is a FIFO and loop a link to itself."""
 
@@ -56,9 +57,7 @@ class Option:
 
 def options() -> list[Option]:
     """All that take a value."""
-    (commands,) = (
-        action for action in program.parser()._actions if isinstance(action, argparse._SubParsersAction)
-    )
+    (commands,) = (action for action in program.parser()._actions if isinstance(action, argparse._SubParsersAction))
     return [
         Option(command, action.option_strings[-1] if action.option_strings else "", action.dest)
         for command, parser in commands.choices.items()
@@ -86,12 +85,21 @@ def try_value(world, option: Option, value: str) -> None:
     before = tree(world.here)
     found = outcome(words(option, value))
     shown = value.strip()[:20].encode("utf-8", "backslashreplace").decode()
-    assert_clear(found, option.flag or option.name.upper(), option.name, option.name.removesuffix("_folder"), shown, repr(shown)[1:-1])
+    assert_clear(
+        found,
+        option.flag or option.name.upper(),
+        option.name,
+        option.name.removesuffix("_folder"),
+        shown,
+        repr(shown)[1:-1],
+    )
     touched = changed(before, tree(world.here))
     if found.code == 2:
         assert not {name for name in touched if not name.startswith("cache/")}
     else:
-        assert not {name for name in touched & before.keys() if name.startswith(("books", "bpe", "shards", "pipe", "run."))}
+        assert not {
+            name for name in touched & before.keys() if name.startswith(("books", "bpe", "shards", "pipe", "run."))
+        }
 
 
 def is_slow(option: Option) -> bool:

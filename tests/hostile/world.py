@@ -33,7 +33,9 @@ COMPARE = (
     f"compare {TINY} --methods rope,yarn --seeds 1 --sweep tau=1 --lengths 1x,2x --tokens 384 --steps 2 --data books "
     "--out results --no-report"
 )
-NEEDLE = "needle results/runs/rope-seed0 --out results --lengths 1x --samples 2 --needles 1 --digits 1 --cities 3 --steps 1"
+NEEDLE = (
+    "needle results/runs/rope-seed0 --out results --lengths 1x --samples 2 --needles 1 --digits 1 --cities 3 --steps 1"
+)
 TOML = """steps = 2
 train-length = 96
 layers = 1
@@ -71,7 +73,9 @@ def outcome(command: str | list[str] | Callable[[], object], limit: float = LIMI
     signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = _call(command) if callable(command) else main(command.split() if isinstance(command, str) else command)
+            code = (
+                _call(command) if callable(command) else main(command.split() if isinstance(command, str) else command)
+            )
     except SystemExit as left:  # --help
         code = int(left.code or 0)
     finally:
