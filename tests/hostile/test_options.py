@@ -17,7 +17,8 @@ from scaleinv.cli import program
 
 VALUES = (
     "", " ", "-1", "0", "1", "-0.0", "0.5", "nan", "inf", "-inf", "1e400", "1e-400", "1_0", "٣", "0x10",
-    "1099511627776",    "99999999999999999999", "9" * 5000, "a\0b", "x" * 5000, "é漢\u202e", "caf\udce9", "\n", "\x1b[31m", "--", "-", "'",
+    "1099511627776", "99999999999999999999", "9" * 5000, "a\0b", "x" * 5000, "é漢\u202e", "caf\udce9", "\n", "\x1b[31m",
+    "--", "-", "'",
     "%s", "{}", "*", "[", "~", ",", ",,", "1x,", "none", "None", "true", "all", "rope,rope", "run", "run.toml", "books",
     "nowhere/at/all", "pipe", "/dev/null", "/dev/full", "loop", "run.toml/below", "bpe:", "bpe:99999999",
     "hf:", "hf:a/b/c/d",
