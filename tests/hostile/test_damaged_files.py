@@ -53,8 +53,8 @@ class Reader:
 
 READERS = (
     Reader("run/config.json", GENERATE.format("run")),
-    Reader("run/config.json", EVALUATE, (*RUN, *CACHE)),
-    Reader("run/config.json", "train --resume run --steps 3", (*RUN, *CACHE)),
+    Reader("run/config.json", EVALUATE, (*RUN, *CACHE), names=("data ",)),
+    Reader("run/config.json", "train --resume run --steps 3", (*RUN, *CACHE), names=("data ",)),
     Reader("run/config.json", f"{TRAIN} books --config run/config.json", (*NEW, *CACHE), id="config.json-train-config"),
     Reader("run/metrics.jsonl", "train --resume run --steps 3", RUN),
     Reader("run/model.safetensors", GENERATE.format("run"), exact=True),

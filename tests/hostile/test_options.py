@@ -18,7 +18,7 @@ from scaleinv.cli import program
 VALUES = (
     "", " ", "-1", "0", "1", "-0.0", "0.5", "nan", "inf", "-inf", "1e400", "1e-400", "1_0", "٣", "0x10",
     "1099511627776", "99999999999999999999", "9" * 5000, "a\0b", "x" * 5000, "é漢\u202e", "caf\udce9", "\n", "\x1b[31m",
-    "--", "-", "'",
+    "-", "'",
     "%s", "{}", "*", "[", "~", ",", ",,", "1x,", "none", "None", "true", "all", "rope,rope", "run", "run.toml", "books",
     "nowhere/at/all", "pipe", "/dev/null", "/dev/full", "loop", "run.toml/below", "bpe:", "bpe:99999999",
     "hf:", "hf:a/b/c/d",
@@ -41,7 +41,8 @@ USUAL = {
 """What each command needs, and what makes it quick."""
 HEAVY = ("report", "analyze", "convert", "export")
 """Commands that take seconds if their options are good."""
-LONG = {"--steps": "", "--samples": "", "--seeds": "", "--layers": "", "--width": "", "--workers": ""}
+LONG = ("--steps", "--samples", "--seeds", "--layers", "--width", "--workers")
+"""Options that a large number makes much work of."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def try_value(world, option: Option, value: str) -> None:
     shown = value.strip()[:20].encode("utf-8", "backslashreplace").decode()
     assert_clear(
         found,
+        "training length",
         option.flag or option.name.upper(),
         option.name,
         option.name.removesuffix("_folder"),
@@ -101,10 +103,6 @@ def try_value(world, option: Option, value: str) -> None:
         assert not {
             name for name in touched & before.keys() if name.startswith(("books", "bpe", "shards", "pipe", "run."))
         }
-
-
-def is_slow(option: Option) -> bool:
-    return option.command in HEAVY
 
 
 def check(world, option: Option, values) -> None:

@@ -257,6 +257,8 @@ def _bpe_size(spec: str) -> int:
     size = spec.removeprefix("bpe").removeprefix(":")
     if size and not size.isdecimal():
         raise ValueError(f"tokenizer must be 'bpe' or 'bpe:' and a vocabulary size, got {spec!r}")
+    if size and (len(size) > 9 or not 257 <= int(size) <= MAX_VOCAB):
+        raise ValueError(f"tokenizer must be 'bpe:' and a size from 257 to {MAX_VOCAB}, got {spec!r:.60}")
     return int(size or BPE_SIZE)
 
 

@@ -191,10 +191,28 @@ def _open_records(path: Path, head: Mapping[str, Any]) -> dict[tuple[int, int], 
         )
     kept = lines[1:]
     for record in kept:
-        if record.keys() != RECORD:
+        if not _is_sample(record):
             raise UnreadableFile(path, f"has a line that is not a sample: {record!r:.60}", "delete it to ask again")
     write_text(path, "".join(json.dumps(line) + "\n" for line in [{"settings": head}, *kept]))
     return {(record["length"], record["index"]): record for record in kept}
+
+
+def _is_sample(record: Record) -> bool:
+    """Whether a record has what `summarize` counts, in the right types."""
+    if record.keys() != RECORD:
+        return False
+    counts = [record[name] for name in ("length", "index", "tokens", "tokens_right")]
+    depths, correct = record["depths"], record["correct"]
+    return (
+        all(type(count) is int and 0 <= count < 2**63 for count in counts)
+        and record["tokens"] > 0
+        and isinstance(record["loss"], (int, float))
+        and isinstance(depths, list)
+        and isinstance(correct, list)
+        and len(depths) == len(correct) > 0
+        and all(isinstance(depth, (int, float)) and 0 <= depth <= 1 for depth in depths)
+        and all(isinstance(right, bool) for right in correct)
+    )
 
 
 def default_task(config: GPTConfig) -> tuple[NeedleTask, NeedleTraining]:

@@ -163,7 +163,7 @@ class _Run:
 
     def _check_resume(self, path: Path, step: int, extra: dict[str, Any]) -> None:
         """Raise ValueError if a checkpoint has other data or settings, or is past the last step."""
-        if "corpus" not in extra:
+        if "corpus" not in extra or not isinstance(extra.get("settings", {}), dict):
             raise ValueError(f"{path} is not a checkpoint of `scaleinv train`")
         if extra["corpus"] != self.corpus.sha256:
             raise ValueError(f"the data changed after {path} was written: its hash is now {self.corpus.sha256}")
