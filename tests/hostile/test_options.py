@@ -37,9 +37,10 @@ USUAL = {
     "convert": "run --out new",
     "export": "run --out new",
     "methods": "",
+    "doctor": "--device cpu",
 }
 """What each command needs, and what makes it quick."""
-HEAVY = ("report", "analyze", "convert", "export")
+HEAVY = ("report", "analyze", "convert", "export", "doctor")
 """Commands that take seconds if their options are good."""
 LONG = ("--steps", "--samples", "--seeds", "--layers", "--width", "--workers")
 """Options that a large number makes much work of."""
@@ -52,6 +53,7 @@ class Option:
     command: str
     flag: str
     name: str
+    metavar: str
 
     def __str__(self) -> str:
         return f"{self.command}{self.flag or '-' + self.name}"
@@ -61,7 +63,7 @@ def options() -> list[Option]:
     """All that take a value."""
     (commands,) = (action for action in program.parser()._actions if isinstance(action, argparse._SubParsersAction))
     return [
-        Option(command, action.option_strings[-1] if action.option_strings else "", action.dest)
+        Option(command, action.option_strings[-1] if action.option_strings else "", action.dest, str(action.metavar))
         for command, parser in commands.choices.items()
         for action in parser._actions
         if action.nargs != 0
@@ -75,7 +77,8 @@ def words(option: Option, value: str) -> list[str]:
     """A whole command line with the value in its place."""
     usual = USUAL[option.command].split()
     if not option.flag:
-        return [option.command, "--", value] if option.command == "report" else [option.command, value, *usual[1:]]
+        before = ["model"] if option.name == "path" else []
+        return [option.command, *usual[1:], "--", *before, value]
     # With `=`, a value that begins with a dash is no option.
     return [option.command, *usual, f"{option.flag}={value}"]
 
@@ -90,10 +93,10 @@ def try_value(world, option: Option, value: str) -> None:
     assert_clear(
         found,
         "training length",
-        option.flag or option.name.upper(),
+        option.flag or option.metavar,
         option.name,
         option.name.removesuffix("_folder"),
-        shown,
+        shown.strip(","),
         repr(shown)[1:-1],
     )
     touched = changed(before, tree(world.here))
