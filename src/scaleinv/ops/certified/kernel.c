@@ -186,7 +186,7 @@ static void encode(const float *key, int64_t dim, uint8_t *code, float *step, fl
     float unit = largest > 1e-30f ? largest / 127 : 0, inverse = unit > 0 ? 127 / largest : 0;
     double sum = 0;
     for (int64_t k = 0; k < dim; k++) rounded[k] = MAX(MIN((key[k] * inverse + magic) - magic, 127.0f), -127.0f);
-    /* The product of 24 and 8 bits is exact in double; the rest is rounded to float32 and loses less than WIDTH_SLACK. */
+    /* The product of 24 and 8 bits is exact in double; rounded to float32, the rest loses less than is added below. */
     for (int64_t k = 0; k < dim; k++) rest[k] = (float)(key[k] - (double)unit * rounded[k]);
     for (int64_t k = 0; k < ROUND_UP(dim, 4); k++)
         code[k / 4 * LANES * 4 + k % 4] = (uint8_t)(128 + (k < dim ? (int)rounded[k] : 0));
@@ -255,7 +255,8 @@ typedef struct {
     int bounded;
     int8_t *coarse, *fine;    /* [dim up to 4]: query ~ unit * (128 * coarse + fine) */
     int32_t coarse_bias, fine_bias;
-    float unit, key_width, step_width; /* logit = unit * ...; half-width = |a| * (key_width * residual + step_width * step) */
+    float unit;               /* of the query's codes, times factor */
+    float key_width, step_width; /* half-width = |a| * (key_width * residual + step_width * step) */
     double top, total;        /* largest upper logit; estimate of the sum of all weights exp(logit - top) */
     float least, threshold;   /* upper weights below `least` are not sorted; keys below the threshold are not read */
     int whole, pending;       /* all keys are read; the row is not done */
@@ -263,7 +264,7 @@ typedef struct {
 
 /* What a page has to say to a row. */
 typedef struct {
-    double upper;             /* of its keys that were not read: the sum of the upper weights, relative to the row's top */
+    double upper;             /* sum of the upper weights of keys that were not read, relative to the row's top */
     double width;             /* largest half-width of a logit's interval */
     float page_top, page_sum; /* largest upper logit, sum of exp(upper - page_top) */
     int skipped;              /* every key is below `least` */
@@ -306,22 +307,27 @@ static void quantise_query(const Attend *c, Row *r) {
 }
 
 /* sums[key] = coarse and fine integer products of a block of 16 keys with a query, without the keys' offset of 128. */
-INLINE void products(const uint8_t *code, const int8_t *coarse, const int8_t *fine, int64_t dim, ivec *high, ivec *low) {
+INLINE void products(const uint8_t *code, const int8_t *coarse, const int8_t *fine, int64_t dim, ivec *high,
+                     ivec *low) {
 #if defined(__AVX512VNNI__)
     __m512i h0 = _mm512_setzero_si512(), l0 = h0, h1 = h0, l1 = h0;
     int64_t k = 0;
     for (; k + 8 <= dim; k += 8) {
         __m512i x0 = _mm512_loadu_si512(code + k * LANES), x1 = _mm512_loadu_si512(code + (k + 4) * LANES);
         int32_t a0, a1, b0, b1;
-        memcpy(&a0, coarse + k, 4), memcpy(&a1, coarse + k + 4, 4), memcpy(&b0, fine + k, 4), memcpy(&b1, fine + k + 4, 4);
-        h0 = _mm512_dpbusd_epi32(h0, x0, _mm512_set1_epi32(a0)), l0 = _mm512_dpbusd_epi32(l0, x0, _mm512_set1_epi32(b0));
-        h1 = _mm512_dpbusd_epi32(h1, x1, _mm512_set1_epi32(a1)), l1 = _mm512_dpbusd_epi32(l1, x1, _mm512_set1_epi32(b1));
+        memcpy(&a0, coarse + k, 4), memcpy(&a1, coarse + k + 4, 4);
+        memcpy(&b0, fine + k, 4), memcpy(&b1, fine + k + 4, 4);
+        h0 = _mm512_dpbusd_epi32(h0, x0, _mm512_set1_epi32(a0));
+        l0 = _mm512_dpbusd_epi32(l0, x0, _mm512_set1_epi32(b0));
+        h1 = _mm512_dpbusd_epi32(h1, x1, _mm512_set1_epi32(a1));
+        l1 = _mm512_dpbusd_epi32(l1, x1, _mm512_set1_epi32(b1));
     }
     for (; k < dim; k += 4) {
         __m512i x0 = _mm512_loadu_si512(code + k * LANES);
         int32_t a0, b0;
         memcpy(&a0, coarse + k, 4), memcpy(&b0, fine + k, 4);
-        h0 = _mm512_dpbusd_epi32(h0, x0, _mm512_set1_epi32(a0)), l0 = _mm512_dpbusd_epi32(l0, x0, _mm512_set1_epi32(b0));
+        h0 = _mm512_dpbusd_epi32(h0, x0, _mm512_set1_epi32(a0));
+        l0 = _mm512_dpbusd_epi32(l0, x0, _mm512_set1_epi32(b0));
     }
     *high = (ivec)_mm512_add_epi32(h0, h1), *low = (ivec)_mm512_add_epi32(l0, l1);
 #elif defined(__AVX2__)
@@ -391,7 +397,8 @@ INLINE int page_keys(const Row *r, int64_t n, int64_t *from, int64_t *to) {
 }
 
 /* Upper logits of the 16 keys from j on; *width is raised to their largest half-width. */
-INLINE vec upper_logits(const Attend *c, const Row *r, const Page *page, int64_t b, int64_t pair, int64_t j, vec *width) {
+INLINE vec upper_logits(const Attend *c, const Row *r, const Page *page, int64_t b, int64_t pair, int64_t j,
+                        vec *width) {
     int64_t dim = ROUND_UP(c->dim, 4), slot = j % PAGE, at = pair * PAGE + slot;
     ivec high, low;
     products(page->code + at * dim, r->coarse, r->fine, dim, &high, &low);
@@ -602,6 +609,12 @@ static int64_t visible_count(const Step *s, const Row *r, int64_t b) {
     return count;
 }
 
+/* What the unread keys of a page weigh, at most and at least, relative to exp(most) like the weights that were read. */
+INLINE void unread_weight(const Row *r, const Part *part, double relative, double *upper, double *floor) {
+    *upper = r->whole ? 0 : part->upper * relative * (1 + SUM_SLACK);
+    *floor = MAX(0, *upper * (1 - 3 * SUM_SLACK) * exp(-2.00001 * part->width) - PAGE * TINY * relative);
+}
+
 /* Output and certificate of a row from its parts; 0 if it must read more. The inequalities are those of bounds.py. */
 static int finish(const Step *s, int64_t at, double *sum) {
     const Attend *c = s->c;
@@ -641,10 +654,10 @@ static int finish(const Step *s, int64_t at, double *sum) {
     double missing = 0, off = 0, seen = total;
     for (int64_t n = 0; n < s->pages; n++) {
         const float *centre = c->pages[n].centre + pair * width;
-        double weight = r->whole ? 0 : part[n].upper * relative * (1 + SUM_SLACK);
+        double weight, floor;
+        unread_weight(r, part + n, relative, &weight, &floor);
         if (part[n].count || weight > 0) reach = MAX(reach, norm_from(centre, 0, width) + c->pages[n].radius[pair]);
         if (!(weight > 0)) continue;
-        double floor = MAX(0, weight * (1 - 3 * SUM_SLACK) * exp(-2.00001 * part[n].width) - PAGE * TINY * relative);
         double middle = (weight + floor) / 2;
         total += middle, certain += floor, missing += weight * c->pages[n].radius[pair];
         for (int64_t k = 0; k < width; k++) sum[k] += middle * centre[k];
@@ -652,9 +665,9 @@ static int finish(const Step *s, int64_t at, double *sum) {
     float *out = c->out + at * width;
     for (int64_t k = 0; k < width; k++) out[k] = (float)(sum[k] / total);
     for (int64_t n = 0; n < s->pages && total > seen; n++) {
-        double weight = part[n].upper * relative * (1 + SUM_SLACK);
+        double weight, floor;
+        unread_weight(r, part + n, relative, &weight, &floor);
         if (!(weight > 0)) continue;
-        double floor = MAX(0, weight * (1 - 3 * SUM_SLACK) * exp(-2.00001 * part[n].width) - PAGE * TINY * relative);
         off += (weight - floor) / 2 * norm_from(out, c->pages[n].centre + pair * width, width);
     }
     double rounding = (2 * weight_error + 3 * sum_error) * reach;
@@ -715,7 +728,7 @@ static void run(Step *s, Scratch *scratch, double *sum, int thread, int64_t *pen
             Row *r = s->row + at;
             if (!r->pending) continue;
             r->whole = !r->bounded || attempt == 2;
-            /* First by an estimate of all weights, then, where that was not enough, by the certain weight of the read. */
+            /* First by an estimate of all weights; where that was not enough, by the certain weight of the read. */
             double share = attempt ? 0.9999 * c->tolerance / (1 - c->tolerance) : 0.98 * c->tolerance;
             if (!r->whole) choose_threshold(s, at, share * r->total);
         }
