@@ -314,6 +314,17 @@ def test_what_is_done_is_not_repeated(run, asked, monkeypatch):
     assert json.loads(json.dumps(ask(run, asked, methods=["yarn"])["yarn"])) == before
 
 
+def test_certified_answers_are_kept_apart_and_share_the_model(run, asked, monkeypatch):
+    summary = (asked / "summary.json").read_text()
+    exact = json.loads((asked / "needle" / "rope.json").read_text())["lengths"]["1x"]
+    monkeypatch.setattr(needle_train, "_gradients", None)  # the fine-tuned model is there
+    certified = ask(run, asked, "1x", tolerance=0.0)["rope"]
+    assert certified["settings"]["tolerance"] == 0.0
+    assert certified["lengths"]["1x"]["answer_loss"] == pytest.approx(exact["answer_loss"], rel=1e-4)
+    assert (asked / "needle" / "certified" / "0" / "rope.json").exists()
+    assert (asked / "summary.json").read_text() == summary
+
+
 def test_other_lengths_join(run, asked):
     assert set(ask(run, asked, "200")["rope"]["lengths"]) == {"1x", "150", "200"}
 

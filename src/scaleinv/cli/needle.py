@@ -6,7 +6,17 @@ import argparse
 import dataclasses
 from typing import Any
 
-from scaleinv.cli.common import add_device, add_lengths, add_methods, command, count, device, number, path
+from scaleinv.cli.common import (
+    add_device,
+    add_lengths,
+    add_methods,
+    add_tolerance,
+    command,
+    count,
+    device,
+    number,
+    path,
+)
 
 
 def add(commands: Any) -> None:
@@ -29,6 +39,7 @@ def add(commands: Any) -> None:
     option("--steps", type=count, help="fine-tuning steps; default: the preset's")
     option("--seed", type=number(int, least=0), default=0, help="seed of the haystacks; default: 0")
     option("--out", type=path, help="folder for the results; default: RUN")
+    add_tolerance(parser)
     add_device(parser)
 
 
@@ -57,6 +68,7 @@ def run(options: argparse.Namespace) -> None:
         samples=SAMPLES if options.samples is None else options.samples,
         seed=options.seed,
         device=where,
+        tolerance=options.tolerance,
         progress=terminal,
     )
     for method, result in results.items():

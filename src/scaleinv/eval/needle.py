@@ -235,6 +235,7 @@ def run_needle(
     samples: int = SAMPLES,
     seed: int = 0,
     device: str = "auto",
+    tolerance: float | None = None,
     summary: bool = True,
     progress: Progress = silent,
 ) -> dict[str, dict[str, Any]]:
@@ -253,6 +254,8 @@ def run_needle(
         samples: at each length.
         seed: of the samples.
         device: "auto" for a GPU if there is one.
+        tolerance: answer with a `scaleinv.CertifiedCache`, from the same fine-tuned model. The results then go to
+            ``out/needle/certified/<tolerance>`` and not into the summary. None for exact attention.
         summary: also write the accuracies to ``out/summary.json``.
         progress: takes lines of text.
     """
@@ -282,8 +285,13 @@ def run_needle(
     }
     made_by = {"run": store.weights_digest(run), "training": settings["training"], "corpus": corpus.sha256}
     heads = {method: {"row": method, **made_by} for method in methods}
+    answers, summary = folder, summary and tolerance is None
+    if tolerance is not None:
+        answers = folder / "certified" / f"{tolerance:g}"
+        settings["tolerance"] = tolerance
+        heads = {method: {**head, "tolerance": tolerance} for method, head in heads.items()}
     for method, head in heads.items():
-        _open_records(folder / f"{method}.jsonl", _head(task, seed, head))
+        _open_records(answers / f"{method}.jsonl", _head(task, seed, head))
     if summary:
         _check_summary(folder.parent, methods, settings)
     finetuned = folder / "models" / f"{model_method}-seed{config.seed}"
@@ -301,13 +309,14 @@ def run_needle(
             named,
             samples=samples,
             seed=seed,
-            records=folder / f"{method}.jsonl",
+            records=answers / f"{method}.jsonl",
             settings=heads[method],
+            tolerance=tolerance,
             batch_tokens=65_536 if where.type == "cuda" else 16_384,
             progress=progress,
         )
         result = {"row": method, "seed": config.seed, "settings": settings, "lengths": found}
-        results[method] = _save(folder / f"{method}.json", result)
+        results[method] = _save(answers / f"{method}.json", result)
         for label, at in found.items():
             progress(f"{method} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
     if summary:
