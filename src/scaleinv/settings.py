@@ -115,7 +115,7 @@ class Setting:
         if self.choices:
             return " or ".join(map(repr, self.choices))
         if self.kind is str:
-            return "text that is not empty"
+            return "text that is not empty, in UTF-8 and without NUL"
         if self.items is not None:
             return f"{self.items or 'one or more'} {'integers' if self.kind is int else 'numbers'}{self._range()}"
         if self.kind is int:
@@ -145,7 +145,7 @@ class Setting:
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind is str:
-            return isinstance(value, str) and bool(value.strip()) and (not self.choices or value in self.choices)
+            return isinstance(value, str) and _is_text(value) and (not self.choices or value in self.choices)
         if isinstance(value, bool) or not isinstance(value, (int,) if self.kind is int else (int, float)):
             return False
         if isinstance(value, int) and abs(value) > _LARGEST:
@@ -157,6 +157,11 @@ class Setting:
             and (self.most is None or value <= self.most)
             and (self.below is None or value < self.below)
         )
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be a path, and be kept as JSON: bytes that are not UTF-8 come as lone surrogates."""
+    return bool(value.strip()) and "\0" not in value and not any("\ud800" <= x <= "\udfff" for x in value)
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def try_value(world, option: Option, value: str) -> None:
         option.flag or option.metavar,
         option.name,
         option.name.removesuffix("_folder"),
-        shown.strip(","),
+        shown.partition(",")[0] or shown,
         repr(shown)[1:-1],
     )
     touched = changed(before, tree(world.here))
