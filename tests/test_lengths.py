@@ -30,3 +30,8 @@ def test_multiples_need_a_training_length():
 def test_order_and_labels():
     assert lengths.ordered(["16x", "1000", "1x", "0.5x", "1x"], 512) == ["0.5x", "1x", "1000", "16x"]
     assert [lengths.label(key, 512) for key in ("0.5x", "4x", "2048")] == ["0.5× (256)", "4× (2k)", "2k tokens"]
+
+
+def test_no_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one length"):
+        lengths.parse([], 512)

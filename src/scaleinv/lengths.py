@@ -26,6 +26,8 @@ def parse(lengths: str | Sequence[str | int], train_length: int | None) -> dict[
         if tokens < 1:
             raise ValueError(f"lengths must be at least one token, got {label!r}")
         found[label] = tokens
+    if not found:
+        raise ValueError("lengths must name at least one length, got none")
     return found
 
 

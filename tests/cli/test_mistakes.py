@@ -49,6 +49,7 @@ MISTAKES = [
     ("evaluate nowhere", "nowhere holds no run"),
     ("evaluate run --lengths 4y", "lengths must read like 4x"),
     ("evaluate run --lengths ''", "lengths must read like 4x"),
+    ("evaluate run --lengths=--", "argument --lengths: '--' is not a value"),
     ("evaluate run --methods yarm", "unknown method 'yarm': did you mean yarn"),
     ("evaluate run --methods alibi", "alibi"),
     ("evaluate run --tokens 0", "argument --tokens: must be a positive integer"),

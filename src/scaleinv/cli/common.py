@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        for word in sys.argv[1:] if args is None else args:
+            if word.startswith("--") and word.endswith("=--"):  # argparse would make an empty list of it
+                self.error(f"argument {word[:-3]}: '--' is not a value")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see {self.prog} --help)")

@@ -111,10 +111,7 @@ def context_lengths(lengths: str | Sequence[str | int], model: nn.Module) -> lis
         train_length = training_length(model)
     except ValueError:  # lengths in tokens still work
         train_length = None
-    found = parse(lengths, train_length)
-    if not found:
-        raise ValueError("lengths must hold at least one length")
-    return sorted(set(found.values()))
+    return sorted(set(parse(lengths, train_length).values()))
 
 
 Opened = tuple[nn.Module, Tensor, int | None, str]
