@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in sys.argv[1:] if args is None else args:
             if word.startswith("--") and word.endswith("=--"):  # argparse would make an empty list of it
                 self.error(f"argument {word[:-3]}: '--' is not a value")
