@@ -51,6 +51,7 @@ def test_every_public_name_is_there():
 @pytest.mark.parametrize(
     "name", ["analysis", "data", "distributed", "eval", "hf", "model", "plots", "reports", "train"]
 )
+@pytest.mark.slow
 def test_packages_are_attributes(name):
     loaded_after(f"import scaleinv; assert scaleinv.{name} is sys.modules['scaleinv.{name}']")
 

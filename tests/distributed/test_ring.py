@@ -1,5 +1,8 @@
 """A sequence over 2, 3 and 4 processes gives what one process gives: output, log-sum-exp and every gradient."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from attention_cases import assert_as_accurate, assert_equal_to_rounding
@@ -10,35 +13,42 @@ from ring_worker import DTYPES, RingCase, cases
 from scaleinv.distributed.layout import Split
 from scaleinv.distributed.plan import Plan
 
-RANKS = (2, 3, 4)
-EVERY = [(ranks, case) for ranks in RANKS for case in cases(ranks)]
+Found = Callable[[int], list[dict]]
+
+EVERY = [
+    pytest.param(ranks, case, id=f"{ranks}-{case}", marks=[pytest.mark.slow] if ranks > 2 else [])
+    for ranks in (2, 3, 4)
+    for case in cases(ranks)
+]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
-    """What each rank found, by the number of ranks."""
-    found = {}
-    for ranks in RANKS:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank found, by the number of ranks; they run when first asked for."""
+
+    @functools.cache
+    def found(ranks: int) -> list[dict]:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         ended = start_ranks("ring_worker.py", ranks, folder, timeout=300)
         assert all(code == 0 for code, _ in ended), "\n".join(output for _, output in ended)
-        found[ranks] = [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+
     return found
 
 
-@pytest.mark.parametrize(("ranks", "case"), EVERY, ids=[f"{ranks}-{case}" for ranks, case in EVERY])
-def test_ranks_together_equal_one_process(ranks: int, case: RingCase, results: dict[int, list[dict]]) -> None:
+@pytest.mark.parametrize(("ranks", "case"), EVERY)
+def test_ranks_together_equal_one_process(ranks: int, case: RingCase, results: Found) -> None:
     exact = run_alone(case.case, "reference", torch.float64, given=torch.float32)
     alone = run_alone(case.case, "reference", torch.float32)
     for rank in range(ranks):
-        got = results[ranks][rank][str(case)]
+        got = results(ranks)[rank][str(case)]
         single, double = ({name: x for name, x in got[dtype].items() if name != "traffic"} for dtype in DTYPES)
         assert_equal_to_rounding(double, exact)
         assert_as_accurate(single, alone, exact)
 
 
-@pytest.mark.parametrize(("ranks", "case"), EVERY, ids=[f"{ranks}-{case}" for ranks, case in EVERY])
-def test_only_what_is_needed_is_sent(ranks: int, case: RingCase, results: dict[int, list[dict]]) -> None:
+@pytest.mark.parametrize(("ranks", "case"), EVERY)
+def test_only_what_is_needed_is_sent(ranks: int, case: RingCase, results: Found) -> None:
     call = case.case
     plan = Plan(Split(call.queries, ranks, case.layout), call.causal, call.window, *call.masks().values())
     each = 4 * call.batch * (call.kv_heads or call.heads) * (call.dim + (call.value_dim or call.dim))
@@ -48,11 +58,12 @@ def test_only_what_is_needed_is_sent(ranks: int, case: RingCase, results: dict[i
         back = [sum(s.length for s in plan.needed(rank, other)) for other in others]  # gradients, in float32 too
         passes = 3 if case.recompute else 2
         messages = passes * sum(map(bool, out)) + sum(map(bool, back))
-        sent = results[ranks][rank][str(case)][torch.float32]["traffic"].tolist()
+        sent = results(ranks)[rank][str(case)][torch.float32]["traffic"].tolist()
         assert sent == [messages, each * (passes * sum(out) + sum(back))]
 
 
-def test_a_window_in_contiguous_parts_reaches_the_neighbour_alone(results: dict[int, list[dict]]) -> None:
+@pytest.mark.slow
+def test_a_window_in_contiguous_parts_reaches_the_neighbour_alone(results: Found) -> None:
     (case,) = [x for x in cases(4) if x.layout == "contiguous" and x.case.window == 5 and x.case.causal]
-    messages = [results[4][rank][str(case)][torch.float32]["traffic"][0].item() for rank in range(4)]
+    messages = [results(4)[rank][str(case)][torch.float32]["traffic"][0].item() for rank in range(4)]
     assert messages == [2, 3, 3, 1]  # keys to the next rank twice, gradients to the one before once

@@ -1,7 +1,7 @@
 """Damaged files: each ends in the right result, or in one line that names the file; nothing else is touched.
 
 Every file that the program reads is tried with a list of damage and with damage that Hypothesis draws: a few cases by
-default, more than a thousand with ``pytest -m slow tests/hostile``. HYPOTHESIS_PROFILE=default draws new ones.
+default, more than a thousand with ``pytest -m exhaustive tests/hostile``. HYPOTHESIS_PROFILE=default draws new ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scaleinv.analysis.model import ModelStatistics
 from scaleinv.plots.chart import Chart
 from scaleinv.plots.needle import HeatMap
 
-COUNTS = (pytest.param(4, id="few"), pytest.param(40, id="many", marks=pytest.mark.slow))
+COUNTS = (pytest.param(4, id="few"), pytest.param(40, id="many", marks=pytest.mark.exhaustive))
 
 GENERATE = "generate {} --tokens 4 --temperature 0 --prompt fox"
 EVALUATE = "evaluate run --lengths 1x --tokens 384"
@@ -126,7 +126,7 @@ def usual(world, reader) -> str:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=str)
-@pytest.mark.parametrize("edges", [pytest.param(4, id="few"), pytest.param(1, id="all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edges", [pytest.param(4, id="few"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)])
 def test_files_that_are_something_else(reader, edges, world, usual):
     for damage in EDGES[READERS.index(reader) % edges :: edges]:
         try:

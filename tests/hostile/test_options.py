@@ -1,7 +1,7 @@
 """Every option of every command with nasty values: each ends in a right result, or in one line that names the option.
 
 The options come from the parser itself, so that a new one is tried without a word here. A few values each by default,
-all of them with ``pytest -m slow tests/hostile``.
+all of them with ``pytest -m exhaustive tests/hostile``.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_some_values(option, world):
     check(world, option, (VALUES + VALUES)[first : first + 3])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_all_values(option, world):
     check(world, option, VALUES)

@@ -16,7 +16,7 @@ from scaleinv.train.logs import read_metrics
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        pytest.param(2, {"document_masks": True}, id="2 ranks, packed documents"),
+        pytest.param(2, {"document_masks": True}, id="2 ranks, packed documents", marks=pytest.mark.slow),
         pytest.param(3, {"context_layout": "contiguous"}, id="3 ranks, contiguous", marks=pytest.mark.slow),
         pytest.param(4, {"parallel": "fsdp"}, id="2 x 2 ranks, fsdp", marks=pytest.mark.slow),
         pytest.param(4, {"micro_tokens": 32}, id="2 x 2 ranks, ddp, accumulated", marks=pytest.mark.slow),
