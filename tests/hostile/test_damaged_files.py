@@ -21,6 +21,8 @@ from scaleinv.analysis.model import ModelStatistics
 from scaleinv.plots.chart import Chart
 from scaleinv.plots.needle import HeatMap
 
+pytestmark = pytest.mark.slow
+
 COUNTS = (pytest.param(4, id="few"), pytest.param(40, id="many", marks=pytest.mark.exhaustive))
 
 GENERATE = "generate {} --tokens 4 --temperature 0 --prompt fox"

@@ -15,6 +15,8 @@ from world import TINY, assert_clear, changed, outcome, tree
 
 from scaleinv.cli import program
 
+pytestmark = pytest.mark.slow
+
 VALUES = (
     "", " ", "-1", "0", "1", "-0.0", "0.5", "nan", "inf", "-inf", "1e400", "1e-400", "1_0", "٣", "0x10",
     "1099511627776", "99999999999999999999", "9" * 5000, "a\0b", "x" * 5000, "é漢\u202e", "caf\udce9", "\n", "\x1b[31m",
