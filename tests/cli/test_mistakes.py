@@ -12,7 +12,7 @@ MISTAKES = [
     ("train --stepz 3", "unrecognized arguments: --stepz 3"),
     ("train --method alibii", "did you mean alibi"),
     ("train --method ''", "argument --method: must be text that is not empty"),
-    ("train --preset big", "argument --preset: must be 'mini' or '162m' or '304m', got 'big'"),
+    ("train --preset big", "argument --preset: must be 'mini' or 'small' or '162m' or '304m', got 'big'"),
     ("train --steps 0", "argument --steps: must be a positive integer, got 0"),
     ("train --steps -3", "argument --steps"),
     ("train --steps 1.5", "argument --steps: must be a positive integer, got '1.5'"),

@@ -16,7 +16,8 @@ from scaleinv import train
 from scaleinv.cli import main
 from scaleinv.data import ByteTokenizer, TokenData, write_shard
 from scaleinv.eval import needle, needle_train
-from scaleinv.eval.needle import default_task, evaluate, run_needle, summarize, wilson
+from scaleinv.eval.needle import default_task, evaluate, run_needle
+from scaleinv.eval.needle_results import pooled, summarize, wilson
 from scaleinv.eval.needle_task import NeedleTask
 from scaleinv.eval.needle_train import NeedleTraining, finetune
 from scaleinv.files import FolderInUse, locked
@@ -287,14 +288,16 @@ def asked(finished, tmp_path) -> Path:
 
 
 def test_results_of_every_method_are_written(finished):
-    results = {name: json.loads((finished / "needle" / f"{name}.json").read_text()) for name in ("rope", "rope+ntk")}
+    results = {
+        name: json.loads((finished / "needle" / f"{name}-seed3.json").read_text()) for name in ("rope", "rope+ntk")
+    }
     for name, result in results.items():
         assert (result["row"], result["seed"]) == (name, 3)
         assert {label: at["length"] for label, at in result["lengths"].items()} == {"1x": 96, "150": 150}
         assert set(result["lengths"]["1x"]) == {
             "length", "accuracy", "low", "high", "samples", "token_accuracy", "answer_loss", "depths",
         }  # fmt: skip
-        assert len((finished / "needle" / f"{name}.jsonl").read_text().splitlines()) == 1 + 2 * 3
+        assert len((finished / "needle" / f"{name}-seed3.jsonl").read_text().splitlines()) == 1 + 2 * 3
     rope, ntk = (results[name]["lengths"] for name in ("rope", "rope+ntk"))
     assert rope["1x"] == ntk["1x"]  # no stretch at the training length
     assert rope["150"]["answer_loss"] != ntk["150"]["answer_loss"]
@@ -304,11 +307,12 @@ def test_accuracies_enter_the_summary(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["loss"] == {}
     assert list(summary["needle"]) == ["rope", "rope+ntk", "yarn"]
-    assert set(summary["needle"]["yarn"]["1x"]) == {"accuracy", "low", "high", "samples"}
+    assert set(summary["needle"]["yarn"]["1x"]) == {"accuracy", "low", "high", "samples", "seeds"}
+    assert summary["needle"]["yarn"]["1x"]["seeds"].keys() == {"3"}
 
 
 def test_what_is_done_is_not_repeated(run, asked, monkeypatch):
-    before = json.loads((asked / "needle" / "yarn.json").read_text())
+    before = json.loads((asked / "needle" / "yarn-seed3.json").read_text())
     monkeypatch.setattr(needle_train, "_gradients", None)
     monkeypatch.setattr(needle, "read_samples", None)
     assert json.loads(json.dumps(ask(run, asked, methods=["yarn"])["yarn"])) == before
@@ -316,12 +320,12 @@ def test_what_is_done_is_not_repeated(run, asked, monkeypatch):
 
 def test_certified_answers_are_kept_apart_and_share_the_model(run, asked, monkeypatch):
     summary = (asked / "summary.json").read_text()
-    exact = json.loads((asked / "needle" / "rope.json").read_text())["lengths"]["1x"]
+    exact = json.loads((asked / "needle" / "rope-seed3.json").read_text())["lengths"]["1x"]
     monkeypatch.setattr(needle_train, "_gradients", None)  # the fine-tuned model is there
     certified = ask(run, asked, "1x", tolerance=0.0)["rope"]
     assert certified["settings"]["tolerance"] == 0.0
     assert certified["lengths"]["1x"]["answer_loss"] == pytest.approx(exact["answer_loss"], rel=1e-4)
-    assert (asked / "needle" / "certified" / "0" / "rope.json").exists()
+    assert (asked / "needle" / "certified" / "0" / "rope-seed3.json").exists()
     assert (asked / "summary.json").read_text() == summary
 
 
@@ -330,7 +334,7 @@ def test_other_lengths_join(run, asked):
 
 
 def test_other_samples_do_not_mix(run, asked):
-    for name in ("needle/rope.jsonl", "summary.json"):
+    for name in ("needle/rope-seed3.jsonl", "summary.json"):
         (asked / name).unlink()
     again = ask(run, asked, "150", samples=2, seed=1)
     assert set(again["rope"]["lengths"]) == {"150"}
@@ -341,16 +345,41 @@ def test_other_samples_do_not_mix(run, asked):
 def test_another_task_is_refused_before_anything_is_trained(run, asked, monkeypatch):
     monkeypatch.setattr(needle, "finetune", None)
     other = dataclasses.replace(TASK, digits=TASK.digits + 1)
-    with pytest.raises(ValueError, match=r"rope.jsonl are of another run, task or training"):
+    with pytest.raises(ValueError, match=r"rope\+ntk-seed3.json has needle results of another task"):
         ask(run, asked, task=other)
-    (asked / "needle" / "rope.jsonl").unlink()
+    every = ["rope", "rope+ntk", "yarn"]
+    with pytest.raises(ValueError, match=r"rope-seed3.jsonl are of another run, task or training"):
+        ask(run, asked, task=other, methods=every)
+    for name in every:
+        (asked / "needle" / f"{name}-seed3.json").unlink()
     with pytest.raises(ValueError, match=r"summary.json has needle results of another task"):
         ask(run, asked, task=other)
 
 
+def test_seeds_are_pooled_by_counting_needles():
+    first = summarize([record([0.05, 0.5], [True, False]), record([0.07, 0.95], [True, True])])
+    second = summarize([record([0.01, 0.52], [False, False])])
+    results = [
+        {"row": "rope", "seed": seed, "settings": {"a": 1}, "lengths": {"1x": at}}
+        for seed, at in ((0, first), (7, second))
+    ]
+    results[0]["lengths"]["4x"] = first
+    found = pooled(results)
+    assert (found["row"], found["settings"]) == ("rope", {"a": 1})
+    at = found["lengths"]["1x"]
+    assert (at["accuracy"], at["low"], at["high"]) == (3 / 6, *wilson(3, 6))
+    assert (at["samples"], at["seeds"]) == (3, {"0": 0.75, "7": 0.0})
+    assert [(b["from"], b["accuracy"], b["needles"]) for b in at["depths"]] == [
+        (0.0, 2 / 3, 3),
+        (0.5, 0.0, 2),
+        (0.9, 1.0, 1),
+    ]
+    assert found["lengths"]["4x"]["seeds"] == {"0": 0.75}
+
+
 def test_damaged_results_are_made_again_and_damaged_records_named(run, asked, monkeypatch):
     monkeypatch.setattr(needle_train, "_gradients", None)
-    path = asked / "needle" / "rope.json"
+    path = asked / "needle" / "rope-seed3.json"
     whole = json.loads(path.read_text())
     path.write_text("{")
     ask(run, asked)
@@ -360,10 +389,10 @@ def test_damaged_results_are_made_again_and_damaged_records_named(run, asked, mo
     records.write_text("".join(lines) + lines[-1][:20])  # half a line at the end: what a killed program leaves
     ask(run, asked)
     records.write_text("".join([*lines[:2], "{\n", *lines[2:]]))
-    with pytest.raises(ValueError, match=r"rope\.jsonl line 3 is not JSON.*delete it to ask its samples again"):
+    with pytest.raises(ValueError, match=r"rope-seed3\.jsonl line 3 is not JSON.*delete it to ask its samples again"):
         ask(run, asked)
     records.write_text("".join([*lines[:2], '{"length": 3}\n']))
-    with pytest.raises(ValueError, match=r"rope\.jsonl has a line that is not a sample"):
+    with pytest.raises(ValueError, match=r"rope-seed3\.jsonl has a line that is not a sample"):
         ask(run, asked)
 
 

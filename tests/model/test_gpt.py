@@ -18,8 +18,10 @@ def test_parameter_counts_of_the_paper(name, millions):
     assert round(count / 1e6) == millions
 
 
-def test_mini_is_small():
+def test_presets_for_a_cpu_are_small():
     assert GPT(preset("mini")).count_parameters() <= 2_000_000
+    with torch.device("meta"):
+        assert 9_500_000 <= GPT(preset("small")).count_parameters() <= 10_500_000
 
 
 def test_p_rope_base_follows_the_training_length():

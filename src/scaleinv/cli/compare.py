@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
 
     import shlex
 
-    from scaleinv.eval.compare import Comparison, Stopped, compare
+    from scaleinv.eval.compare import Comparison, compare
+    from scaleinv.eval.workers import Stopped
     from scaleinv.plots import style
     from scaleinv.progress import Terminal
     from scaleinv.reports.comparison import terminal_table, write_report

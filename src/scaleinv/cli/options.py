@@ -23,7 +23,7 @@ RUN: dict[str, Setting] = {
         str,
         default="mini",
         choices=tuple(PRESETS),
-        help="settings to start from: mini takes minutes on a CPU, 162m and 304m are the paper's",
+        help="settings to start from: mini takes minutes on a CPU, small half an hour; 162m and 304m are the paper's",
     ),
     **settings(GPTConfig),
     **settings(TrainConfig),

@@ -1,13 +1,13 @@
-"""One line about a whole comparison while it runs: how far each model is, and the time left."""
+"""One line about many models while they run: how far each is, and the time left."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scaleinv.eval.plan import Comparison, Job
+from scaleinv.model import GPTConfig
 from scaleinv.progress import Progress, Report, clock
 
 BACKWARD = 3
@@ -15,36 +15,40 @@ BACKWARD = 3
 
 
 class Board:
-    """Turns the records of workers into lines of progress."""
+    """Turns the records of workers into lines of progress.
 
-    def __init__(self, plan: Comparison, jobs: Sequence[Job], progress: Progress) -> None:
+    Args:
+        models: what each model has to do, by its name.
+    """
+
+    def __init__(self, models: Mapping[str, ToDo], progress: Progress) -> None:
         self.progress = progress
         self.lock = threading.Lock()
-        self.models = {job: _Model(plan, job) for job in jobs}
+        self.models = {name: _Model(todo) for name, todo in models.items()}
         self.began = self.counted_from = time.monotonic()
 
-    def receive(self, job: Job, record: dict[str, Any]) -> None:
+    def receive(self, name: str, record: dict[str, Any]) -> None:
         """Show what a worker reports."""
         with self.lock:
             if all(not model.seen for model in self.models.values()):
                 self.counted_from = time.monotonic()
-            self.models[job].receive(record)
-            if self.models[job].state:
+            self.models[name].receive(record)
+            if self.models[name].state:
                 self.progress(self._line())
 
-    def finish(self, job: Job) -> None:
-        """A model is trained and evaluated: a line with its losses stays."""
+    def finish(self, name: str) -> None:
+        """A model is done: a line with its results stays."""
         with self.lock:
-            model = self.models[job]
+            model = self.models[name]
             model.finish()
-            if model.losses:
-                self.progress(f"{job.name}: {', '.join(model.losses)}")
+            if model.results:
+                self.progress(f"{name}: {', '.join(model.results)}")
 
-    def fail(self, job: Job, message: str) -> None:
+    def fail(self, name: str, message: str) -> None:
         """A model failed: it no longer counts towards the time left."""
         with self.lock:
-            self.models[job].finish(failed=True)
-            self.progress(f"failed: {job.name}: {message}")
+            self.models[name].finish(failed=True)
+            self.progress(f"failed: {name}: {message}")
 
     def close(self) -> None:
         """Say how many models are done."""
@@ -55,54 +59,75 @@ class Board:
     def _line(self) -> Report:
         models = self.models.values()
         done, left = sum(model.finished for model in models), self._seconds_left()
-        states = " | ".join(f"{job.name} {model.state}" for job, model in self.models.items() if model.state)
+        states = " | ".join(f"{name} {model.state}" for name, model in self.models.items() if model.state)
         time_left = "" if left is None else f", {clock(left)} left"
         text = f"{done} of {len(models)} models{time_left}: {states}"
-        return Report(text, passing=True, kind="comparison", done=done, models=len(models), seconds_left=left)
+        return Report(text, passing=True, kind="board", done=done, models=len(models), seconds_left=left)
 
     def _seconds_left(self) -> float | None:
-        """Estimated from the tokens that all models have read since the start."""
-        read = sum(model.read - model.before for model in self.models.values())
-        if not read:
+        """Estimated from the work that all models have done since the start."""
+        done = sum(model.done - model.before for model in self.models.values())
+        if not done:
             return None
         return (
             (time.monotonic() - self.counted_from)
-            / read
-            * sum(model.total - model.read for model in self.models.values())
+            / done
+            * sum(model.total - model.done for model in self.models.values())
         )
 
 
-class _Model:
-    """How far one model is, in tokens: those of training count `BACKWARD` times."""
+class ToDo:
+    """The work that a model has to do, in operations, roughly.
 
-    def __init__(self, plan: Comparison, job: Job) -> None:
-        config = plan.config(job)
-        self.step = BACKWARD * config.batch_tokens
-        self.training = config.steps * self.step
-        self.pass_ = plan.tokens
-        self.total = self.training + len(job.methods) * len(plan.lengths.split(",")) * plan.tokens
-        self.read = self.before = 0.0
+    Args:
+        config: the model's shape.
+        steps: optimiser steps, at the training length.
+        batch_tokens: tokens per step.
+        passes: length and tokens of each evaluation, in the order in which they are made.
+    """
+
+    def __init__(self, config: GPTConfig, steps: int, batch_tokens: int, passes: Sequence[tuple[int, int]]) -> None:
+        self.step = BACKWARD * batch_tokens * forward_cost(config, config.train_length)
+        self.steps = steps
+        self.passes = [tokens * forward_cost(config, length) for length, tokens in passes]
+
+
+def forward_cost(config: GPTConfig, length: int) -> float:
+    """Multiplications of a forward pass for each token of a window: weights, then scores and values (causal)."""
+    weights = 12 * config.layers * config.width**2 + config.vocab_size * config.width
+    return weights + config.layers * config.width * length
+
+
+class _Model:
+    """How far one model is."""
+
+    def __init__(self, todo: ToDo) -> None:
+        self.todo = todo
+        self.training = todo.steps * todo.step
+        self.total = self.training + sum(todo.passes)
+        self.done = self.before = 0.0
         self.passes = 0
         self.state = ""
-        self.losses: list[str] = []
+        self.results: list[str] = []
         self.finished = self.seen = False
 
     def receive(self, record: dict[str, Any]) -> None:
         """Take in a record of the model's worker."""
         kind = record["kind"]
         if kind == "step":
-            self.read = record["step"] * self.step
+            self.done = record["step"] * self.todo.step
             self.state = f"step {record['step']}/{record['steps']} loss {record['loss']:.3f}"
-        elif kind == "windows":
-            self.read = self.training + (self.passes + record["done"] / record["total"]) * self.pass_
-            self.state = f"{record['method']} at {record['length']}: {record['done']}/{record['total']} windows"
+        elif kind in ("windows", "samples"):
+            made, current = self.todo.passes[: self.passes], self.todo.passes[self.passes : self.passes + 1]
+            self.done = self.training + sum(made) + record["done"] / record["total"] * sum(current)
+            self.state = f"{record['method']} at {record['length']}: {record['done']}/{record['total']} {kind}"
         elif kind == "evaluated":
             self.passes += 1
-            self.losses.append(f"{record['method']} at {record['length']} {record['mean']:.4f}")
-        if kind in ("step", "windows") and not self.seen:  # earlier work says nothing about the speed now
-            self.before, self.seen = self.read, True
+            self.results.append(f"{record['method']} at {record['length']} {record['mean']:.4f}")
+        if kind in ("step", "windows", "samples") and not self.seen:  # earlier work says nothing about the speed now
+            self.before, self.seen = self.done, True
 
     def finish(self, failed: bool = False) -> None:
         if not self.seen:
             self.before = self.total
-        self.read, self.finished, self.state = self.total, not failed, ""
+        self.done, self.finished, self.state = self.total, not failed, ""

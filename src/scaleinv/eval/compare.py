@@ -14,7 +14,6 @@ import os
 import platform
 import statistics
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from scaleinv import lengths
 from scaleinv.constants import TAU
-from scaleinv.eval.board import Board
+from scaleinv.eval.board import ToDo
 from scaleinv.eval.plan import SWEPT, Comparison, Job, finished, resumed, training_settings
 from scaleinv.eval.summary import (
     SUMMARY,
@@ -36,7 +35,7 @@ from scaleinv.eval.summary import (
     write_sweep,
 )
 from scaleinv.eval.work import Work
-from scaleinv.eval.workers import Workers
+from scaleinv.eval.workers import jobs_at_once, work_through
 from scaleinv.files import locked, remove_leftovers, write_text
 from scaleinv.machine import cpu_name, find_device
 from scaleinv.model import GPT
@@ -49,14 +48,6 @@ from scaleinv.version import VERSION
 CURVES = "curves"
 COUNTED = 65_536
 """Validation tokens used to count the bytes per token."""
-
-
-class Stopped(RuntimeError):
-    """A signal ended the comparison; finished work is kept."""
-
-    def __init__(self, number: int, out: Path) -> None:
-        super().__init__(f"stopped; run the same command again to resume {out}")
-        self.signal = number
 
 
 def compare(plan: Comparison, progress: Progress = silent) -> Summary:
@@ -80,40 +71,27 @@ def _check(plan: Comparison) -> None:
 
 
 def _run(plan: Comparison, progress: Progress) -> Summary:
-    jobs = plan.all_jobs()
-    cores = os.cpu_count() or 1
-    on_cpu = find_device(plan.config(jobs[0]).device).type == "cpu"
-    count = min(plan.jobs or (cores if on_cpu else 1), len(jobs))
+    jobs = {job.name: job for job in plan.all_jobs()}
+    count = jobs_at_once(plan.jobs, len(jobs), plan.config(plan.all_jobs()[0]).device)
     seeds = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
     progress(f"{len(jobs)} models to train for {len(plan.methods)} methods, {seeds}; {count} at once")
-    board = Board(plan, jobs, progress)
-    workers = Workers(threads=max(1, cores // count))
-    problems = []
-    with workers, ThreadPoolExecutor(count) as pool:
-        pending = {pool.submit(_do, plan, job, workers, board): job for job in jobs}
-        for done in as_completed(pending):
-            job, error = pending[done], done.exception()
-            if workers.stopped:
-                continue
-            if error is not None:
-                problems.append(f"{job.name}: {error}")
-                board.fail(job, str(error))
-            else:
-                board.finish(job)
-                summarize(plan)
-    board.close()
-    if workers.stopped:
-        raise Stopped(workers.stopped, plan.out)
-    if problems:
-        raise RuntimeError("some models failed: " + "; ".join(problems))
+    work_through(
+        {name: todo(plan, job) for name, job in jobs.items()},
+        lambda name: work_left(plan, jobs[name]),
+        count=count,
+        out=plan.out,
+        progress=progress,
+        done=lambda: summarize(plan),
+    )
     return summarize(plan)
 
 
-def _do(plan: Comparison, job: Job, workers: Workers, board: Board) -> None:
-    """Train and evaluate a model, skipping what is done."""
-    work = work_left(plan, job)
-    if work is not None:
-        workers.run(work, lambda record: board.receive(job, record))
+def todo(plan: Comparison, job: Job) -> ToDo:
+    """The whole work of a model, whether done or not."""
+    config = plan.config(job)
+    named = lengths.parse(plan.lengths, config.model.train_length)
+    passes = [(length, plan.tokens) for _ in job.methods for length in named.values()]
+    return ToDo(config.model, config.steps, config.batch_tokens, passes)
 
 
 def work_left(plan: Comparison, job: Job) -> Work | None:

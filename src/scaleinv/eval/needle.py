@@ -1,57 +1,44 @@
 """Needle in a haystack (arXiv 2505.17083): fine-tune a run on the task, then ask it at any length and depth.
 
 `run_needle` does all of it, and resumes if interrupted; `evaluate` is the second half, for any model. The task is in
-`needle_task`, fine-tuning in `needle_train`, decoding in `needle_decode`.
+`needle_task`, fine-tuning in `needle_train`, decoding in `needle_decode`, the files in `needle_results`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaleinv.data import TokenData, Tokenizer
+from scaleinv.data import Corpus, TokenData, Tokenizer
 from scaleinv.eval.needle_decode import read_samples
+from scaleinv.eval.needle_results import (
+    DEPTHS,
+    Record,
+    Result,
+    check_folder,
+    enter_in_summary,
+    result_path,
+    save_result,
+    summarize,
+)
 from scaleinv.eval.needle_task import NeedleTask, make_sample
 from scaleinv.eval.needle_train import NeedleTraining, finetune
-from scaleinv.eval.summary import SUMMARY, parse_accuracy, read_summary_if_any, write_summary
-from scaleinv.files import UnreadableFile, read_lines, read_object, write_json, write_text
+from scaleinv.files import UnreadableFile, read_lines, write_text
 from scaleinv.lengths import parse
 from scaleinv.machine import find_device
 from scaleinv.methods import trained_as
 from scaleinv.model import GPT, PRESETS, GPTConfig
 from scaleinv.progress import Progress, Report, silent
-from scaleinv.train import store
+from scaleinv.train import TrainConfig, store
 from scaleinv.train.passes import precision
 
 SAMPLES = 100
 """Samples per length."""
-DEPTHS = 10
-"""Bins of the needles' depths."""
-_Z95 = 1.959963984540054  # of the standard normal, two-sided 95 %
-
-Record = dict[str, Any]
 RECORD = {"length", "index", "depths", "answer", "text", "correct", "tokens", "tokens_right", "loss"}
 """What a record of a sample holds."""
-
-
-def wilson(right: int, total: int) -> tuple[float, float]:
-    """Wilson's 95 % interval for a proportion.
-
-    >>> low, high = wilson(9, 10)
-    >>> f"{low:.3f} {high:.3f}"
-    '0.596 0.982'
-    """
-    if total < 1 or not 0 <= right <= total:
-        raise ValueError(f"right must lie in 0 … total, and total be positive, got {right} of {total}")
-    share, z2 = right / total, _Z95**2
-    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = _Z95 * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2)) / (1 + z2 / total)
-    # Up to rounding, the formula gives exactly 0 and 1 at the ends.
-    return (0.0 if right == 0 else middle - half), (1.0 if right == total else middle + half)
 
 
 def evaluate(
@@ -107,9 +94,14 @@ def evaluate(
                     with records.open("a") as file:
                         file.write("".join(json.dumps(record) + "\n" for record in made))
             asked = min(start + batch, samples)
-            text = f"needle at {label}: {asked}/{samples} samples"
-            progress(Report(text, passing=True, kind="samples", length=label, done=asked, total=samples))
-        results[label] = summarize([done[length, index] for index in range(samples)], depths)
+            method, text = model.config.method, f"needle at {label}: {asked}/{samples} samples"
+            count = {"done": asked, "total": samples}
+            progress(Report(text, passing=True, kind="samples", method=method, length=label, **count))
+        at = summarize([done[length, index] for index in range(samples)], depths)
+        text = f"{model.config.method} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]"
+        named = {"method": model.config.method, "length": label, "mean": at["accuracy"]}
+        progress(Report(text, kind="evaluated", **named))
+        results[label] = at
     model.train(was_training)
     return results
 
@@ -146,33 +138,6 @@ def _ask(
         }
         for sample, reading in zip(chosen, readings, strict=True)
     ]
-
-
-def summarize(records: Sequence[Record], depths: int = DEPTHS) -> dict[str, Any]:
-    """Accuracies of samples of one length, whole and by depth."""
-    tokens = sum(record["tokens"] for record in records)
-    needles = [pair for record in records for pair in zip(record["depths"], record["correct"], strict=True)]
-    bins: list[list[bool]] = [[] for _ in range(depths)]
-    for depth, correct in needles:
-        bins[min(int(depth * depths), depths - 1)].append(correct)
-    return {
-        "length": records[0]["length"],
-        **_accuracy(correct for _, correct in needles),
-        "samples": len(records),
-        "token_accuracy": sum(record["tokens_right"] for record in records) / tokens,
-        "answer_loss": sum(record["loss"] * record["tokens"] for record in records) / tokens,
-        "depths": [
-            {"from": i / depths, "to": (i + 1) / depths, **_accuracy(found), "needles": len(found)}
-            for i, found in enumerate(bins)
-            if found
-        ],
-    }
-
-
-def _accuracy(correct: Iterable[bool]) -> dict[str, float]:
-    outcomes = list(correct)
-    low, high = wilson(sum(outcomes), len(outcomes))
-    return {"accuracy": sum(outcomes) / len(outcomes), "low": low, "high": high}
 
 
 def _head(task: NeedleTask, seed: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,24 +191,24 @@ def default_task(config: GPTConfig) -> tuple[NeedleTask, NeedleTraining]:
 
 def run_needle(
     run: Path | str,
-    lengths: str | Sequence[str] = ("1x", "4x", "16x"),
+    lengths: str = "1x,4x,16x",
     out: Path | None = None,
     *,
     methods: Sequence[str] | None = None,
     task: NeedleTask | None = None,
     training: NeedleTraining | None = None,
     samples: int = SAMPLES,
-    seed: int = 0,
+    seed: int | None = None,
     device: str = "auto",
     tolerance: float | None = None,
     summary: bool = True,
     progress: Progress = silent,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Result]:
     """Fine-tune a run on the needle task at its training length, then ask it at each length; results by method.
 
-    Writes ``out/needle/<method>.json`` (the result), ``<method>.jsonl`` (every sample) and ``models/`` (what was
-    fine-tuned). If interrupted, the same call resumes; other lengths join those that are there. A folder takes one
-    task, and one run for each method: others are refused.
+    Writes ``out/needle/<method>-seed<n>.json`` (the result; n is the run's seed), ``.jsonl`` (every sample) and
+    ``models/`` (what was fine-tuned). If interrupted, the same call resumes; other lengths join those that are there.
+    A folder takes one task, and one run for each method and seed: others are refused.
 
     Args:
         lengths: multiples of the training length ("4x") or tokens.
@@ -252,11 +217,11 @@ def run_needle(
         task, training: None for `default_task`. The task's length is that of fine-tuning, which puts needles at random
             places even if the task has a depth.
         samples: at each length.
-        seed: of the samples.
+        seed: of the samples; None for the run's own.
         device: "auto" for a GPU if there is one.
         tolerance: answer with a `scaleinv.CertifiedCache`, from the same fine-tuned model. The results then go to
             ``out/needle/certified/<tolerance>`` and not into the summary. None for exact attention.
-        summary: also write the accuracies to ``out/summary.json``.
+        summary: also write the accuracies, pooled over the seeds of a method, to ``out/summary.json``.
         progress: takes lines of text.
     """
     run = Path(run)
@@ -272,28 +237,20 @@ def run_needle(
     named = parse(lengths, config.model.train_length)
     usual_task, usual_training = default_task(config.model)
     task, training = task or usual_task, training or usual_training
+    seed = config.seed if seed is None else seed
     corpus = store.run_corpus(config)
     for length in named.values():  # an impossible length raises before the fine-tuning
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
-    settings = {
-        "train_length": config.model.train_length,
-        "task": dataclasses.asdict(task),
-        "training": training.to_json(),
-        "samples_seed": seed,
-        "base": {"steps": config.steps},
-        "corpus": corpus.description,
-    }
-    made_by = {"run": store.weights_digest(run), "training": settings["training"], "corpus": corpus.sha256}
-    heads = {method: {"row": method, **made_by} for method in methods}
-    answers, summary = folder, summary and tolerance is None
-    if tolerance is not None:
-        answers = folder / "certified" / f"{tolerance:g}"
-        settings["tolerance"] = tolerance
-        heads = {method: {**head, "tolerance": tolerance} for method, head in heads.items()}
-    for method, head in heads.items():
-        _open_records(answers / f"{method}.jsonl", _head(task, seed, head))
-    if summary:
-        _check_summary(folder.parent, methods, settings)
+    settings = needle_settings(config, corpus, task, training, tolerance)
+    answers = folder if tolerance is None else folder / "certified" / f"{tolerance:g}"
+    summary = summary and tolerance is None
+    if tolerance is None:
+        check_folder(folder.parent, [(method, config.seed) for method in methods], settings)
+    made_by: dict[str, Any] = {"run": store.weights_digest(run), "training": training.to_json()}
+    made_by |= {"corpus": corpus.sha256} | ({} if tolerance is None else {"tolerance": tolerance})
+    records = {method: result_path(answers, method, config.seed).with_suffix(".jsonl") for method in methods}
+    for method, path in records.items():
+        _open_records(path, _head(task, seed, {"row": method, **made_by}))
     finetuned = folder / "models" / f"{model_method}-seed{config.seed}"
     anywhere = dataclasses.replace(task, depth=None)  # the depth applies to the questions, not to training
     finetune(run, finetuned, anywhere, training, corpus=corpus, device=where, progress=progress)
@@ -309,52 +266,28 @@ def run_needle(
             named,
             samples=samples,
             seed=seed,
-            records=answers / f"{method}.jsonl",
-            settings=heads[method],
+            records=records[method],
+            settings={"row": method, **made_by},
             tolerance=tolerance,
             batch_tokens=65_536 if where.type == "cuda" else 16_384,
             progress=progress,
         )
-        result = {"row": method, "seed": config.seed, "settings": settings, "lengths": found}
-        results[method] = _save(answers / f"{method}.json", result)
-        for label, at in found.items():
-            progress(f"{method} at {label}: accuracy {at['accuracy']:.3f} [{at['low']:.3f}, {at['high']:.3f}]")
+        made = {"row": method, "seed": config.seed, "samples_seed": seed, "settings": settings}
+        results[method] = save_result(answers, {**made, "lengths": found})
     if summary:
-        enter_in_summary(folder.parent, results)
+        enter_in_summary(folder.parent, methods, settings)
     return results
 
 
-def _save(path: Path, result: dict[str, Any]) -> dict[str, Any]:
-    """Write a result, keeping the lengths that the file already has if they are of the same samples; returns it.
-
-    A damaged file is replaced: the records have every sample.
-    """
-    try:
-        earlier = read_object(path)
-    except UnreadableFile:
-        earlier = {}
-    same = all(earlier.get(name) == json.loads(json.dumps(result[name])) for name in ("row", "seed", "settings"))
-    if same and isinstance(earlier.get("lengths"), dict):
-        result = {**result, "lengths": {**earlier["lengths"], **result["lengths"]}}
-    write_json(path, result)
-    return result
-
-
-def _check_summary(folder: Path, methods: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if the folder's summary has other methods with another task: one table cannot hold both."""
-    path = folder / SUMMARY
-    there = read_summary_if_any(path)
-    if set(there.needle) - set(methods) and there.settings.get("needle") != json.loads(json.dumps(settings)):
-        raise ValueError(f"{path} has needle results of another task or training: choose another folder")
-
-
-def enter_in_summary(folder: Path, results: Mapping[str, dict[str, Any]]) -> Path:
-    """Add the accuracies of each method by length to a folder's summary.json."""
-    path = folder / SUMMARY
-    summary = read_summary_if_any(path)
-    for method, result in results.items():
-        found = {label: parse_accuracy(at, f"{method} at {label}") for label, at in result["lengths"].items()}
-        settings = result["settings"]
-        summary = summary.with_needle({method: found}, settings, settings["train_length"])
-    write_summary(path, summary)
-    return path
+def needle_settings(
+    config: TrainConfig, corpus: Corpus, task: NeedleTask, training: NeedleTraining, tolerance: float | None = None
+) -> dict[str, Any]:
+    """What the accuracies of all methods and seeds in a folder have in common."""
+    values = {
+        "train_length": config.model.train_length,
+        "task": dataclasses.asdict(task),
+        "training": {name: value for name, value in training.to_json().items() if name != "seed"},
+        "base": {"steps": config.steps},
+        "corpus": corpus.description,
+    }
+    return values if tolerance is None else {**values, "tolerance": tolerance}

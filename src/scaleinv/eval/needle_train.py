@@ -45,7 +45,8 @@ class NeedleTraining:
     """Steps over which the samples then grow to the task's length, by the same factor in each step."""
     rate: float = 1.0
     """Factor on the learning rates of pretraining."""
-    seed: int = 0
+    seed: int | None = None
+    """Of the samples; None for the run's own."""
     checkpoint_every: int = 25
     log_every: int = 10
 
@@ -56,7 +57,7 @@ class NeedleTraining:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         for name in ("warmup", "decay", "short", "growth", "seed"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if not (isinstance(value, int) and value >= 0) and not (name == "seed" and value is None):
                 raise ValueError(f"{name} must be an integer and not negative, got {value!r}")
         if self.warmup + self.decay > self.steps:
             raise ValueError(
@@ -127,6 +128,8 @@ def finetune(
     training = training or NeedleTraining()
     run, out = Path(run), Path(out)
     model, config = store.load_model(run, device)
+    if training.seed is None:
+        training = dataclasses.replace(training, seed=config.seed)
     corpus = corpus or store.run_corpus(config)
     settings = {
         "weights": store.weights_digest(run),
@@ -181,9 +184,9 @@ def _gradients(
     model: GPT, config: TrainConfig, corpus: Corpus, task: NeedleTask, training: NeedleTraining, step: int
 ) -> tuple[float, float]:
     """Compute one step's gradients; returns the answers' loss in nats per token, and the share of likeliest tokens."""
-    sized = task.at(training.length(step, task.length))
+    sized, seed = task.at(training.length(step, task.length)), training.seed or 0
     samples = [
-        make_sample(sized, corpus.train, corpus.tokenizer, seed=training.seed, index=index, split="train")
+        make_sample(sized, corpus.train, corpus.tokenizer, seed=seed, index=index, split="train")
         for index in training.samples(step, task.length)
     ]
     tokens, mask = stack(samples)

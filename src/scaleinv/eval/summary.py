@@ -152,15 +152,16 @@ def loss(mean: float, stderr: float | None, seeds: int | None) -> Measurement:
 
 
 def parse_accuracy(data: Any, where: str) -> Measurement:
-    """``{"accuracy", "low", "high", "samples"}``; the last three may be missing or null."""
+    """``{"accuracy", "low", "high", "samples", "seeds"}``; the last four may be missing or null."""
     data = mapping(data, where)
     value = number(data, "accuracy", where)
     low, high = (number(data, key, where, optional=True) for key in ("low", "high"))
     if not 0 <= value <= 1:
         raise ValueError(f"{where}: accuracy must be between 0 and 1, got {value}")
     text = f"{value:.3f}" if low is None or high is None else f"{value:.3f} ({low:.2f}–{high:.2f})"
-    samples = data.get("samples", data.get("needles"))
-    return Measurement(value, low, high, text, {"accuracy": value, "low": low, "high": high, "samples": samples})
+    samples, seeds = data.get("samples", data.get("needles")), data.get("seeds")
+    record = {"accuracy": value, "low": low, "high": high, "samples": samples}
+    return Measurement(value, low, high, text, record if seeds is None else {**record, "seeds": seeds})
 
 
 def mapping(data: Any, where: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts the workers of a comparison, reads their records, and stops them with it."""
+"""Many models at once, each in a process of its own: starts the workers, reads their records, and stops them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,77 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
-from scaleinv.eval.work import Send, Work
+from scaleinv.eval.board import Board, ToDo
+from scaleinv.eval.work import NeedleWork, Send, Work
+from scaleinv.machine import find_device
+from scaleinv.progress import Progress
 
 COMMAND = (sys.executable, "-m", "scaleinv.eval.worker")
+
+
+class Stopped(RuntimeError):
+    """A signal ended the work; what is finished is kept."""
+
+    def __init__(self, number: int, out: Path) -> None:
+        super().__init__(f"stopped; run the same command again to resume {out}")
+        self.signal = number
+
+
+def jobs_at_once(asked: int | None, models: int, device: str) -> int:
+    """How many processes to run: those asked for, or one per core (one on a GPU); never more than models."""
+    usual = (os.cpu_count() or 1) if find_device(device).type == "cpu" else 1
+    return min(asked or usual, models)
+
+
+def work_through(
+    models: Mapping[str, ToDo],
+    work: Callable[[str], Work | NeedleWork | None],
+    *,
+    count: int,
+    out: Path,
+    progress: Progress,
+    done: Callable[[], object],
+) -> None:
+    """Do the work of every model, several at once. If any fail, the others still run, and RuntimeError names them all.
+
+    Args:
+        models: what each model has to do, by its name: for the time left.
+        work: what is left to do for a model, asked for when its turn comes; None if nothing is.
+        count: processes at once; they share the cores.
+        out: the folder, for the message of `Stopped`.
+        done: called after each model.
+    """
+    board = Board(models, progress)
+    workers = Workers(threads=max(1, (os.cpu_count() or 1) // count))
+    problems = []
+
+    def do(name: str) -> None:
+        left = work(name)
+        if left is not None:
+            workers.run(left, lambda record: board.receive(name, record))
+
+    with workers, ThreadPoolExecutor(count) as pool:
+        pending = {pool.submit(do, name): name for name in models}
+        for future in as_completed(pending):
+            name, error = pending[future], future.exception()
+            if workers.stopped:
+                continue
+            if error is not None:
+                problems.append(f"{name}: {error}")
+                board.fail(name, str(error))
+            else:
+                board.finish(name)
+                done()
+    board.close()
+    if workers.stopped:
+        raise Stopped(workers.stopped, out)
+    if problems:
+        raise RuntimeError("some models failed: " + "; ".join(problems))
 
 
 class Workers:
@@ -47,7 +113,7 @@ class Workers:
         for process in list(self.running):
             process.terminate()
 
-    def run(self, work: Work, receive: Send) -> None:
+    def run(self, work: Work | NeedleWork, receive: Send) -> None:
         """Do the work in a process of its own; RuntimeError with its message if it fails."""
         if self.stopped:
             raise RuntimeError("stopped")
@@ -77,7 +143,7 @@ class Workers:
                 raise RuntimeError(message or last or f"exit code {code}")
 
 
-def _talk(process: subprocess.Popen[str], work: Work, receive: Send) -> str | None:
+def _talk(process: subprocess.Popen[str], work: Work | NeedleWork, receive: Send) -> str | None:
     """Give a process its work and receive its records until it ends; returns the message of its error, if any."""
     assert process.stdin is not None
     assert process.stdout is not None

@@ -63,6 +63,7 @@ class GPTConfig:
 
 PRESETS: dict[str, GPTConfig] = {
     "mini": GPTConfig(),
+    "small": GPTConfig(layers=6, width=96, heads=3, vocab_size=50_304, train_length=1024),
     "162m": GPTConfig(layers=12, width=768, heads=6, vocab_size=50_304, train_length=4096),
     "304m": GPTConfig(layers=16, width=1024, heads=8, vocab_size=50_304, train_length=4096),
 }

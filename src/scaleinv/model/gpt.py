@@ -104,7 +104,8 @@ class GPT(nn.Module):
         size = max(1, LOSS_CHUNK // (self.config.vocab_size * hidden.shape[0]))
 
         def part(x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.output(x).float().transpose(1, 2), y, reduction="none")
+            logits = self.output(x).float().flatten(0, 1)  # [B n, V]: with V last, several times as fast on a CPU
+            return F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
         pieces = list(zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True))
         if len(pieces) == 1:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaleinv.eval.summary import Measurement, mapping, multiple, number, ordered_methods, parse_accuracy
-from scaleinv.files import read_json
+from scaleinv.eval.needle_results import Result, pooled, read_results
+from scaleinv.eval.summary import Measurement, multiple, ordered_methods, parse_accuracy
 from scaleinv.lengths import ordered
 from scaleinv.plots import style
 
@@ -40,42 +40,25 @@ class HeatMap:
 
 
 def read_depths(folder: Path, train_length: int | None) -> HeatMap | None:
-    """Accuracy by depth and length, from ``needle/<method>.json``."""
-    found: dict[str, Any] = {}
-    results = {}
-    for path in sorted(folder.glob("*.json")):
-        data = mapping(read_json(path), str(path))
-        name = method_of(data, path)
-        own = mapping(data.get("settings", {}), f"{path}: settings")
-        results[name] = {**data, "settings": {"train_length": train_length, **own}}
-        found[name] = _depths(data, train_length, path)
+    """Accuracy by depth and length over all seeds, from ``needle/<method>-seed<n>.json``."""
+    by_method: dict[str, list[Result]] = {}
+    for result in read_results(folder):
+        by_method.setdefault(result["row"], []).append(result)
+    results = {name: pooled(found) for name, found in by_method.items()}
+    found = {name: _depths(result, train_length) for name, result in results.items()}
     kept = {name: dict(sorted(found[name].items())) for name in ordered_methods(found) if found[name]}
     keys = ordered((key for depths in kept.values() for at in depths.values() for key in at), train_length)
+    for result in results.values():
+        result["settings"] = {"train_length": train_length, **result["settings"]}
     return HeatMap(kept, tuple(keys), tuple(results[name] for name in kept)) if kept else None
 
 
-def method_of(data: Mapping[str, Any], path: Path) -> str:
-    """The method that a result file is of."""
-    name = data.get("method", data.get("row"))
-    if not isinstance(name, str):
-        raise ValueError(f"{path} must name its method, got {name!r}")
-    return name
-
-
-def _depths(data: Mapping[str, Any], train_length: int | None, path: Path) -> dict[Any, dict[str, Measurement]]:
+def _depths(result: Result, train_length: int | None) -> dict[Any, dict[str, Measurement]]:
     found: dict[Any, dict[str, Measurement]] = defaultdict(dict)
-    for key, measured in mapping(data.get("lengths"), f"{path}: lengths").items():
-        where = f"{path}: {key}"
-        multiple(key, train_length, str(path))
-        number(mapping(measured, where), "length", where)
-        parse_accuracy(measured, where)
-        if not isinstance(measured.get("depths"), list):
-            raise ValueError(f"{where}: depths must be a list, got {measured.get('depths')!r:.60}")
-        for depth in measured["depths"]:
-            ends = tuple(number(mapping(depth, where), end, where) for end in ("from", "to"))
-            if not 0 <= ends[0] < ends[1] <= 1:
-                raise ValueError(f"{where}: from and to must be rising fractions of the context, got {ends}")
-            found[ends][key] = parse_accuracy(depth, where)
+    for key, at in result["lengths"].items():
+        multiple(key, train_length, result["row"])
+        for depth in at["depths"]:
+            found[depth["from"], depth["to"]][key] = parse_accuracy(depth, f"{result['row']}: {key}")
     return found
 
 

@@ -161,7 +161,7 @@ _FIXED = ("order", "seed", "batch_tokens", "document_masks")
 def preset(
     name: str, method: str = "scale-invariant-p-rope", train_length: int | None = None, **changes: Any
 ) -> TrainConfig:
-    """The run of a preset: "mini" (minutes on a CPU), and the paper's "162m" and "304m".
+    """The run of a preset: "mini" (minutes on a CPU), "small" (half an hour), and the paper's "162m" and "304m".
 
     Args:
         train_length: None for the preset's.
@@ -176,9 +176,12 @@ def preset(
 
 def _usual(name: str, length: int) -> dict[str, Any]:
     """The settings of a preset where they differ from those of `TrainConfig`."""
-    if name == "mini":
-        batch = -(-4096 // length) * length  # whole sequences
-        return {"batch_tokens": batch, "val_every": 200, "val_tokens": max(65_536, 16 * length)}
+    if name in ("mini", "small"):
+        own: dict[str, Any] = (
+            {"batch_tokens": 4096} if name == "mini" else {"batch_tokens": 8192, "steps": 400, "tokenizer": "gpt2"}
+        )
+        own["batch_tokens"] = -(-own["batch_tokens"] // length) * length  # whole sequences
+        return {**own, "val_every": 200, "val_tokens": max(65_536, 16 * length)}
     paper = {
         "steps": 4578,
         "batch_tokens": 524_288,
