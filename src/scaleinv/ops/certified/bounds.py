@@ -18,6 +18,9 @@ differs from exact attention, with Z = Z_R + W, by
 
     ‖exact - out‖  <=  Σ_p [U_p ρ_p + (U_p - F_p) / 2 · ‖c_p - out‖] / (Z_R + Σ_p F_p).
 
+A computed weight that is off by at most δ of w adds Σ_R |δ| w ‖v - out‖ / Z <= 2 δ V, with V the largest norm of a
+value. A computed output that is off by ρ adds ρ · (Z_R + Σ_p G_p) / Z.
+
 Leaving the unread keys out altogether is G_p = 0, with U_p in place of (U_p - F_p) / 2: never better.
 """
 
@@ -27,7 +30,12 @@ import torch
 from torch import Tensor
 
 SLACK = 1e-12
-"""Rounding of float64 sums and products in what follows, relative: far more than they need."""
+"""Rounding of float64 products in what follows, relative: far more than they need; sums have `sum_slack`."""
+
+
+def sum_slack(keys: int) -> float:
+    """Rounding of float64 sums over keys, relative, in whatever order."""
+    return SLACK + keys * 2.3e-16
 
 
 def width(a: Tensor, query_norm: Tensor, key_norm: Tensor, residual: Tensor, m: Tensor) -> Tensor:
@@ -45,18 +53,20 @@ def select(middle: Tensor, width: Tensor, visible: Tensor, tolerance: float) -> 
     upper = torch.where(visible, (upper - top).clamp_min(-690).exp(), 0)  # never too small to count
     lower = torch.where(visible, (middle - width - top).exp(), 0)
     ordered, order = upper.sort(dim=-1)
-    unread = ordered.cumsum(-1) * (1 + SLACK)  # U, if all keys up to this one are left out
+    slack = 4 * sum_slack(upper.shape[-1])
+    unread = ordered.cumsum(-1) * (1 + slack)  # U, if all keys up to this one are left out
     beyond = lower.sum(-1, keepdim=True) - lower.gather(-1, order).cumsum(-1)
-    beyond = beyond - SLACK * lower.sum(-1, keepdim=True)
+    beyond = beyond - slack * lower.sum(-1, keepdim=True)
     left_out = unread <= tolerance * (beyond + unread)
     read = torch.zeros_like(left_out).scatter(-1, order, ~left_out) & visible
     many = read.sum(-1, keepdim=True) > 0.5 * visible.sum(-1, keepdim=True)
     return torch.where(many, visible, read) if tolerance > 0 else visible.expand_as(read)
 
 
-def mass(unread: Tensor, total: Tensor) -> Tensor:
+def mass(unread: Tensor, total: Tensor, keys: int) -> Tensor:
     """Bound on the share of the unread keys, from their upper weights and the exact weight of those read."""
-    return torch.where(unread > 0, unread * (1 + SLACK) / (total + unread).clamp_min(1e-300), 0)
+    share = unread / (total + unread).clamp_min(1e-300)
+    return torch.where(unread > 0, share * (1 + 2 * sum_slack(keys)), 0)
 
 
 def error(
@@ -65,9 +75,16 @@ def error(
     radius: Tensor,  # ρ_p
     offset: Tensor,  # ‖c_p - out‖
     total: Tensor,  # Z_R [B, H, Nq]
-    reach: Tensor,  # no value has a larger norm
-    dtype: torch.dtype,
+    reach: Tensor,  # V: no value has a larger norm
+    magnitude: Tensor,  # no |a S| + |m| is larger
+    keys: int,
+    out: Tensor,  # [B, H, Nq, Dv]
 ) -> Tensor:
-    """Bound on ‖exact - out‖, with the rounding of the output to ``dtype``."""
-    distance = (unread * radius + (unread - floor) / 2 * offset).sum(-1) / (total + floor.sum(-1)).clamp_min(1e-300)
-    return distance * (1 + SLACK) + reach * (torch.finfo(dtype).eps + SLACK)
+    """Bound on ‖exact - out‖, with the rounding of the output to its dtype."""
+    kind, slack = torch.finfo(out.dtype), sum_slack(keys)
+    least = (total + floor.sum(-1)).clamp_min(1e-300)
+    distance = (unread * radius + (unread - floor) / 2 * offset).sum(-1) / least
+    spread = (total + (unread + floor).sum(-1) / 2) / least
+    rounding = reach * (SLACK * magnitude + spread * (kind.eps + 2 * slack))
+    most = out.double().norm(dim=-1) * (1 + SLACK) + reach
+    return torch.minimum(distance * (1 + 2 * slack) + rounding, most) + out.shape[-1] * kind.tiny

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from scaleinv.ops.masks import FAR, Geometry, visible_counts
 BACKENDS = ("auto", "native", "torch")
 ROW_BYTES = 1 << 28
 """Upper weights that a step holds at once, in bytes; a longer chunk of queries is taken in parts."""
+LARGEST = 1e60
+"""Products of a scale, a query, a key and its gain stay finite in float64 if none is larger."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,9 @@ class CertifiedCache:
             raise ValueError(f"tolerance must lie in [0, 1), got {tolerance!r}")
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise ValueError(f"window must be a positive integer or None, got {window!r}")
-        if scale is not None and not math.isfinite(scale):
-            raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+        numeric = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if scale is not None and not (numeric and abs(scale) <= LARGEST):
+            raise ValueError(f"scale must be a finite number up to {LARGEST:g} in size or None, got {scale!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         self.logits = ScaleInvariant() if logits is None else logits
@@ -77,9 +79,10 @@ class CertifiedCache:
         self.pages: list[Page] = []
         self._addresses = native.PageList()
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._holes = False
         self._wait: Tensor | None = None
         self._form: tuple | None = None
-        self._native = False
+        self._native = self._plain = False
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Add keys ``[B, KV, n, D]`` and values ``[B, KV, n, Dv]`` behind those held.
@@ -87,29 +90,44 @@ class CertifiedCache:
         bfloat16 and float16 are kept as float32, which holds them exactly. Nothing that is held moves: a full page
         is followed by another.
         """
-        form = None
-        if isinstance(key, Tensor) and isinstance(value, Tensor):
-            form = (key.shape, value.shape, key.dtype, value.dtype, key.device, value.device)
+        form = _form(key, value)
         if form is None or form != self._form:  # token after token has the same
             self._check_append(key, value)
             self._native = self._uses_kernel(key)
+            self._plain = key.dtype in (torch.float32, torch.float64) and key.stride(3) == value.stride(3) == 1
+            if self._native and self._plain:
+                self._addresses.expect(key, value)
             self._form = form
-        if key.dtype not in (torch.float32, torch.float64):
-            key, value = key.detach().float(), value.detach().float()
-        start, stop = self.length, self.length + key.shape[2]
+        if not self._plain:
+            dtype = torch.promote_types(key.dtype, torch.float32)
+            key, value = (x.detach().to(dtype).contiguous() for x in (key, value))
+            if self._native:
+                self._addresses.expect(key, value)
+        held, start, stop = len(self.pages), self.length, self.length + key.shape[2]
+        if start == stop:
+            return
         while len(self.pages) * PAGE < stop:
             self.pages.append(empty_page(key, value))
             self._addresses.add(self.pages[-1])
-        if self._native:
-            native.append(self._addresses, start, key, value)
-        else:
-            if not bool(key.isfinite().all() & value.isfinite().all()):
-                raise ValueError(native.NOT_FINITE)
-            for n in range(start // PAGE, -(-stop // PAGE)):
-                low, high = max(start, n * PAGE), min(stop, (n + 1) * PAGE)
-                part = slice(low - start, high - start)
-                fill(self.pages[n], low - n * PAGE, key.detach()[:, :, part], value.detach()[:, :, part])
+        if not (self._append_kernel if self._native else self._append_torch)(start, key, value):
+            del self.pages[held:]
+            self._addresses.count = held
+            raise ValueError(f"key and value must be finite{_limit(key)}: no bound holds for others")
         self.length = stop
+
+    def _append_kernel(self, start: int, key: Tensor, value: Tensor) -> bool:
+        pages = self._addresses
+        return pages.append(pages.where, start, key.data_ptr(), value.data_ptr()) == 0
+
+    def _append_torch(self, start: int, key: Tensor, value: Tensor) -> bool:
+        key, value, stop = key.detach(), value.detach(), start + key.shape[2]
+        if not (_is_usable(key) and _is_usable(value)):
+            return False
+        for n in range(start // PAGE, -(-stop // PAGE)):
+            low, high = max(start, n * PAGE), min(stop, (n + 1) * PAGE)
+            part = slice(low - start, high - start)
+            fill(self.pages[n], low - n * PAGE, key[:, :, part], value[:, :, part])
+        return True
 
     @torch.no_grad()
     def attend(self, query: Tensor, *, key_mask: Tensor | None = None) -> tuple[Tensor, Certificate]:
@@ -143,7 +161,7 @@ class CertifiedCache:
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """All keys ``[B, KV, length, D]`` and values, copied out of the pages."""
-        if not self.pages:
+        if not self.length:
             raise ValueError("the cache is empty: append keys first")
         key = torch.cat([page.key for page in self.pages], dim=2)[:, :, : self.length]
         value = torch.cat([page.value for page in self.pages], dim=2)[:, :, : self.length]
@@ -155,7 +173,7 @@ class CertifiedCache:
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         window = FAR if self.window is None else min(self.window, FAR)
         if not self._native:
-            a, m = self.logits.tables(keys, dtype=torch.float64, device=query.device)
+            a, m = self._float64_tables(keys, query.device)
             mask = key_mask[:, :keys] if key_mask is not None else None
             return reference.attend(self.pages, keys, query, c, a, m, mask, window, scale, self.tolerance)
         if self._wait is None or self._wait.shape[1] != query.shape[1]:
@@ -171,6 +189,7 @@ class CertifiedCache:
             c,
             tables,
             length,
+            self._holes,
             mask,
             window,
             scale,
@@ -184,20 +203,30 @@ class CertifiedCache:
         if self._tables is None or self._tables[0].shape[1] - BLOCK < keys:
             length = 1 << max(10, (keys - 1).bit_length())
             try:
-                tables = self.logits.tables(length, dtype=torch.float64, device=torch.device("cpu"))
+                a, m = self._float64_tables(length, torch.device("cpu"))
             except ValueError:  # a table of fixed length
-                tables = self.logits.tables(keys, dtype=torch.float64, device=torch.device("cpu"))
-            a, m = torch.broadcast_tensors(*tables)
-            if not bool(a.isfinite().all()) or bool((m.isnan() | (m == torch.inf)).any()):
-                raise ValueError(f"{type(self.logits).__name__} gives scales or shifts that are not finite")
+                a, m = self._float64_tables(keys, torch.device("cpu"))
+            a, m = torch.broadcast_tensors(a, m)
+            self._holes = bool((m == -torch.inf).any())
             pad = torch.nn.functional.pad
             self._tables = pad(a.flip(1).float(), (0, BLOCK)), pad(m.flip(1).float(), (0, BLOCK))
         return self._tables
+
+    def _float64_tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        a, m = self.logits.tables(length, dtype=torch.float64, device=device)
+        most = torch.finfo(torch.float32).max
+        if not bool((a.abs() <= most).all() & ((m.abs() <= most) | (m == -torch.inf)).all()):
+            raise ValueError(
+                f"logits ({type(self.logits).__name__}) must give gains in float32's range, and shifts in it or -inf"
+            )
+        return a, m
 
     def _query_gain(self, geometry: Geometry, key_mask: Tensor | None, query: Tensor) -> Tensor | None:
         c = self.logits.gain_of_queries(
             lambda: visible_counts(geometry, None, key_mask, query.device), context=self.length
         )
+        if c is not None and not _is_usable(c):
+            raise ValueError(f"logits ({type(self.logits).__name__}) must give finite factors of queries{_limit(c)}")
         return None if c is None else c.double().expand(query.shape[0], -1, -1)
 
     def _uses_kernel(self, key: Tensor) -> bool:
@@ -235,7 +264,7 @@ class CertifiedCache:
     def _check_attend(self, query: Tensor, key_mask: Tensor | None) -> None:
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a tensor, got {type(query).__name__}")
-        if not self.pages:
+        if not self.length:
             raise ValueError("the cache is empty: append keys first")
         held = self.pages[0].key
         if query.dim() != 4 or query.shape[0] != held.shape[0] or query.shape[3] != held.shape[3]:
@@ -252,9 +281,25 @@ class CertifiedCache:
             raise ValueError(f"logits is made for {self.logits.heads} heads, but query has {query.shape[1]}")
         if torch.promote_types(query.dtype, torch.float32) != held.dtype or query.device != held.device:
             raise ValueError(f"query must be like the keys, {held.dtype} on {held.device}, got {query.dtype}")
-        if not bool(query.isfinite().all()):
-            raise ValueError("query must be finite: no bound holds for infinities and NaN")
+        if not _is_usable(query):
+            raise ValueError(f"query must be finite{_limit(query)}: no bound holds for others")
         if key_mask is not None:
             shape = (held.shape[0], self.length)
             if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != shape:
                 raise ValueError(f"key_mask must be a bool tensor of shape {list(shape)}, True for visible keys")
+
+
+def _form(key: Tensor, value: Tensor) -> tuple | None:
+    """All that `append` checks but the numbers; None for what is not a tensor."""
+    if not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        return None
+    strides = key.stride(), value.stride()
+    return key.shape, value.shape, strides, key.dtype, value.dtype, key.device, value.device
+
+
+def _is_usable(x: Tensor) -> bool:
+    return bool((x.abs() <= min(LARGEST, torch.finfo(x.dtype).max)).all())
+
+
+def _limit(x: Tensor) -> str:
+    return f" and at most {LARGEST:g} in size" if x.dtype == torch.float64 else ""

@@ -11,6 +11,7 @@
  * Plain C with the vector extensions of GCC and Clang. Only the integer dot product has forms of its own for AVX-512
  * VNNI and AVX2.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -37,6 +38,8 @@
 #define WEIGHT_SLACK 1e-5   /* of a weight exp(x), x in [-87, 0]: 87 U for the argument, 1.5 U for the exponential */
 #define SUM_SLACK 2e-5      /* of a sum of upper weights over a page, WEIGHT_SLACK included */
 #define TINY 2e-38          /* more than exp(-87), the least upper weight */
+#define FLUSHED 1e-36       /* more than the norm of channels that are 0 or not as the CPU treats subnormal numbers */
+#define PART 0x1p-11f       /* unit of the weights read: the weighted values of a page stay below the largest float */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -55,21 +58,19 @@ typedef struct {
     float *key, *value;      /* [B, KV, PAGE, dim], [B, KV, PAGE, value_dim] */
     uint8_t *code;           /* [B, KV, PAGE / 16, dim up to 4, 16 keys, 4 channels]: 128 + k / step */
     float *step, *residual;  /* [B, KV, PAGE]: the copy's unit, and a bound on its error's norm */
-    float *centre, *radius;  /* [B, KV, value_dim], [B, KV]: every value lies within radius of the centre */
-    float *longest;          /* [B, KV]: no key has a larger norm */
+    float *centre;           /* [B, KV, value_dim] */
+    double *radius;          /* [B, KV]: every value lies within radius of the centre */
+    double *longest;         /* [B, KV]: no key has a larger norm */
 } Page;
 
 typedef struct {
-    const float *data;
-    int64_t batch, head, row; /* strides in elements; channels are contiguous */
-} Matrix;
+    int64_t batch, head, row; /* in elements; channels are contiguous */
+} Strides;
 
 typedef struct {
-    int64_t batches, kv_heads, dim, value_dim;
-    int64_t start, count;    /* the new keys are start … start + count - 1 */
-    int64_t threads;
-    Matrix key, value;
-    Page *pages;
+    int64_t batches, kv_heads, dim, value_dim, count, threads;
+    Strides key_strides, value_strides;
+    const Page *pages;
 } Append;
 
 typedef struct {
@@ -78,6 +79,7 @@ typedef struct {
     int64_t table_heads;        /* 1 or heads */
     int64_t table_length;       /* entries of a table row that stand for distances table_length - 1 … 0 */
     int64_t table_row;          /* stride between table rows: at least LANES more */
+    int64_t holes;              /* whether a shift is -inf */
     int64_t threads;
     double tolerance, scale;
     const float *query;         /* [B, H, queries, dim]; the queries are the last of the positions 0 … keys - 1 */
@@ -178,21 +180,29 @@ static int finite_row(const float *row, int64_t width) {
     return sum == 0;
 }
 
+INLINE float largest_channel(const float *row, int64_t width) {
+    vec most = all(0);
+    int64_t k = 0;
+    for (; k + LANES <= width; k += LANES) most = larger(absolute(load(row + k)), most);
+    float largest = max_lanes(most);
+    for (; k < width; k++) largest = MAX(largest, fabsf(row[k]));
+    return largest;
+}
+
 /* One key into the 8-bit copy: k ~ step * (code - 128), with the norm of what that leaves out. */
 static void encode(const float *key, int64_t dim, uint8_t *code, float *step, float *residual) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    float rounded[MAX_DIM], rest[MAX_DIM], largest = 0;
-    for (int64_t k = 0; k < dim; k++) largest = fabsf(key[k]) > largest ? fabsf(key[k]) : largest;
+    float rounded[MAX_DIM], rest[MAX_DIM], largest = largest_channel(key, dim);
+    uint8_t levels[MAX_DIM];
     float unit = largest > 1e-30f ? largest / 127 : 0, inverse = unit > 0 ? 127 / largest : 0;
-    double sum = 0;
     for (int64_t k = 0; k < dim; k++) rounded[k] = MAX(MIN((key[k] * inverse + magic) - magic, 127.0f), -127.0f);
     /* The product of 24 and 8 bits is exact in double; rounded to float32, the rest loses less than is added below. */
     for (int64_t k = 0; k < dim; k++) rest[k] = (float)(key[k] - (double)unit * rounded[k]);
-    for (int64_t k = 0; k < ROUND_UP(dim, 4); k++)
-        code[k / 4 * LANES * 4 + k % 4] = (uint8_t)(128 + (k < dim ? (int)rounded[k] : 0));
-    sum = norm_from(rest, 0, dim) * (1 + 1e-6);
+    for (int64_t k = 0; k < dim; k++) levels[k] = (uint8_t)(128 + (int)rounded[k]);
+    for (int64_t k = dim; k < ROUND_UP(dim, 4); k++) levels[k] = 128;
+    for (int64_t k = 0; k < dim; k += 4) memcpy(code + k * LANES, levels + k, 4);
     *step = unit;
-    *residual = up(sum);
+    *residual = up(norm_from(rest, 0, dim) * (1 + 1e-6) + FLUSHED);
 }
 
 /* A full page's centre becomes the mean of its values. */
@@ -202,43 +212,70 @@ static void close_page(const Page *page, int64_t pair, int64_t width) {
     memset(centre, 0, width * sizeof(float)); /* any centre is sound: float32 sums will do */
     for (int64_t j = 0; j < PAGE; j++)
         for (int64_t k = 0; k < width; k++) centre[k] += values[j * width + k] / PAGE;
+    for (int64_t k = 0; k < width; k++) centre[k] = MAX(MIN(centre[k], FLT_MAX), -FLT_MAX);
     double radius = 0;
     for (int64_t j = 0; j < PAGE; j++) radius = MAX(radius, norm_from(values + j * width, centre, width));
-    page->radius[pair] = up(radius);
+    page->radius[pair] = radius;
 }
 
-static void append_rows(const Append *a, int64_t pair, int64_t from, int64_t to) {
-    int64_t dim = ROUND_UP(a->dim, 4), b = pair / a->kv_heads, kv = pair % a->kv_heads;
-    for (int64_t j = from; j < to; j++) {
-        const Page *page = a->pages + j / PAGE;
-        int64_t slot = j % PAGE, row = pair * PAGE + slot;
-        const float *key = a->key.data + b * a->key.batch + kv * a->key.head + (j - a->start) * a->key.row;
-        const float *value = a->value.data + b * a->value.batch + kv * a->value.head + (j - a->start) * a->value.row;
-        memcpy(page->key + row * a->dim, key, a->dim * sizeof(float));
-        memcpy(page->value + row * a->value_dim, value, a->value_dim * sizeof(float));
-        uint8_t *code = page->code + (pair * PAGE + slot / LANES * LANES) * dim + slot % LANES * 4;
-        encode(key, a->dim, code, page->step + row, page->residual + row);
-        page->radius[pair] = MAX(page->radius[pair], up(norm_from(value, 0, a->value_dim)));
-        page->longest[pair] = MAX(page->longest[pair], up(norm_from(key, 0, a->dim)));
-        if (slot == PAGE - 1) close_page(page, pair, a->value_dim);
-    }
+INLINE int64_t first_channel(const Append *a, const Strides *strides, int64_t pair, int64_t j) {
+    return pair / a->kv_heads * strides->batch + pair % a->kv_heads * strides->head + j * strides->row;
 }
 
-/* 0 when done; 2, and nothing is changed, where a key or value is not finite. */
-int scaleinv_append(const Append *a) {
-    int64_t first = a->start / PAGE, pages = (a->start + a->count + PAGE - 1) / PAGE - first;
+INLINE uint8_t *code_of(const Append *a, const Page *page, int64_t pair, int64_t slot) {
+    return page->code + (pair * PAGE + slot / LANES * LANES) * ROUND_UP(a->dim, 4) + slot % LANES * 4;
+}
+
+static int finite_rows(const Append *a, const float *key, const float *value, int64_t pair, int64_t j) {
+    return finite_row(key + first_channel(a, &a->key_strides, pair, j), a->dim) &&
+           finite_row(value + first_channel(a, &a->value_strides, pair, j), a->value_dim);
+}
+
+static void append_row(const Append *a, const float *key, const float *value, int64_t pair, int64_t j) {
+    const Page *page = a->pages + j / PAGE;
+    int64_t slot = j % PAGE, row = pair * PAGE + slot;
+    memcpy(page->key + row * a->dim, key, a->dim * sizeof(float));
+    memcpy(page->value + row * a->value_dim, value, a->value_dim * sizeof(float));
+    encode(key, a->dim, code_of(a, page, pair, slot), page->step + row, page->residual + row);
+    page->radius[pair] = MAX(page->radius[pair], norm_from(value, 0, a->value_dim));
+    page->longest[pair] = MAX(page->longest[pair], norm_from(key, 0, a->dim));
+    if (slot == PAGE - 1) close_page(page, pair, a->value_dim);
+}
+
+/* A step has driven the place of the next token out of the cache: fetch it for all heads at once. */
+static void fetch_place(const Append *a, int64_t pair, int64_t j) {
+    const Page *page = a->pages + j / PAGE;
+    int64_t slot = j % PAGE, row = pair * PAGE + slot;
+    const uint8_t *code = code_of(a, page, pair, slot);
+    for (int64_t k = 0; k < a->dim; k += 4) __builtin_prefetch(code + k * LANES, 1);
+    for (int64_t k = 0; k < a->dim; k += 16) __builtin_prefetch(page->key + row * a->dim + k, 1);
+    for (int64_t k = 0; k < a->value_dim; k += 16) __builtin_prefetch(page->value + row * a->value_dim + k, 1);
+    __builtin_prefetch(page->step + row, 1), __builtin_prefetch(page->residual + row, 1);
+}
+
+/* Keys and values for the positions from start on: 0 when done; 2, and nothing is changed, where one is not finite. */
+int scaleinv_append(const Append *a, int64_t start, const float *key, const float *value) {
+    int64_t first = start / PAGE, end = start + a->count, pages = (end + PAGE - 1) / PAGE - first;
     int64_t pairs = a->batches * a->kv_heads, finite = 1;
-#pragma omp parallel for num_threads(a->threads) schedule(static) reduction(&& : finite) if (a->count > 64)
-    for (int64_t row = 0; row < pairs * a->count; row++) {
-        int64_t b = row / a->count / a->kv_heads, kv = row / a->count % a->kv_heads, j = row % a->count;
-        finite = finite && finite_row(a->key.data + b * a->key.batch + kv * a->key.head + j * a->key.row, a->dim) &&
-                 finite_row(a->value.data + b * a->value.batch + kv * a->value.head + j * a->value.row, a->value_dim);
+    if (a->count == 1) { /* without a word to OpenMP, which costs as much as the rest */
+        for (int64_t pair = 0; pair < pairs; pair++) fetch_place(a, pair, start);
+        for (int64_t pair = 0; pair < pairs; pair++) finite &= finite_rows(a, key, value, pair, 0);
+        if (!finite) return 2;
+        for (int64_t pair = 0; pair < pairs; pair++)
+            append_row(a, key + first_channel(a, &a->key_strides, pair, 0),
+                       value + first_channel(a, &a->value_strides, pair, 0), pair, start);
+        return 0;
     }
+#pragma omp parallel for num_threads(a->threads) schedule(static) reduction(&& : finite) if (a->count > 64)
+    for (int64_t row = 0; row < pairs * a->count; row++)
+        finite = finite && finite_rows(a, key, value, row / a->count, row % a->count);
     if (!finite) return 2;
 #pragma omp parallel for num_threads(a->threads) schedule(dynamic, 1) if (a->count > 64)
     for (int64_t task = 0; task < pairs * pages; task++) {
-        int64_t page = first + task % pages, end = a->start + a->count;
-        append_rows(a, task / pages, MAX(a->start, page * PAGE), MIN(end, (page + 1) * PAGE));
+        int64_t page = first + task % pages, pair = task / pages;
+        for (int64_t j = MAX(start, page * PAGE); j < MIN(end, (page + 1) * PAGE); j++)
+            append_row(a, key + first_channel(a, &a->key_strides, pair, j - start),
+                       value + first_channel(a, &a->value_strides, pair, j - start), pair, j);
     }
     return 0;
 }
@@ -268,7 +305,7 @@ typedef struct {
     double width;             /* largest half-width of a logit's interval */
     float page_top, page_sum; /* largest upper logit, sum of exp(upper - page_top) */
     int skipped;              /* every key is below `least` */
-    double most, sum;         /* of the keys read: largest logit, sum of exp(logit - most) */
+    double most, sum;         /* of the keys read: largest logit, PART * sum of exp(logit - most) */
     double magnitude, gain;   /* largest |a S| + |m|, largest |a| */
     int64_t count;
 } Part;
@@ -287,7 +324,7 @@ typedef struct {
 } Step;
 
 /* The query in 16 bits, and how wide that makes the intervals. */
-static void quantise_query(const Attend *c, Row *r) {
+static void quantise_query(const Attend *c, Row *r, int64_t pair) {
     double largest = 0, norm = 0, rest = 0;
     for (int64_t k = 0; k < c->dim; k++) largest = MAX(largest, fabs(r->query[k])), norm += r->query[k] * r->query[k];
     double unit = largest / 16256, reach = 127 * sqrt((double)c->dim), factor = fabs(r->factor);
@@ -300,10 +337,14 @@ static void quantise_query(const Attend *c, Row *r) {
         rest += (x - unit * level) * (x - unit * level);
     }
     r->unit = (float)(r->factor * unit);
-    r->key_width = (float)(factor * sqrt(norm) * (1 + WIDTH_SLACK));
-    r->step_width = (float)(factor * sqrt(rest) * reach * (1 + WIDTH_SLACK));
-    /* Outside of these, float32 could under- or overflow on the way to a bound. */
-    if (!(fabs(r->factor * unit) > 1e-25 && r->key_width < 1e25f) && norm > 0) r->bounded = 0;
+    norm = sqrt(norm), rest = sqrt(rest) + 1e-15 * norm; /* of x - unit * level, in double */
+    r->key_width = (float)(factor * (norm + FLUSHED) * (1 + WIDTH_SLACK));
+    r->step_width = (float)(factor * (rest + FLUSHED) * reach * (1 + WIDTH_SLACK));
+    /* Outside of these, float32 could under- or overflow on the way to a bound, or a gain below its range matter. */
+    double longest = 0;
+    for (int64_t n = 0; n * PAGE < r->high; n++) longest = MAX(longest, c->pages[n].longest[pair]);
+    int safe = fabs(r->factor * unit) > 1e-25 && r->key_width < 1e25f && r->key_width * longest < 1e30;
+    if (!safe && norm > 0) r->bounded = 0;
 }
 
 /* sums[key] = coarse and fine integer products of a block of 16 keys with a query, without the keys' offset of 128. */
@@ -564,7 +605,7 @@ typedef struct {
     float weights[PAGE + LANES];
 } Scratch;
 
-/* Pass 3: the keys and values of one page that each row of its key head reads. */
+/* Pass 3: the keys and values of one page that each row of its key head reads. Weights are in units of PART. */
 static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
     const Attend *c = s->c;
     const Page *page = c->pages + n;
@@ -593,7 +634,7 @@ static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
         for (int64_t l = count; l < ROUND_UP(count, LANES); l++) x->weights[l] = -1e4f;
         for (int64_t l = 0; l < count; l += LANES) {
             vec y = load(x->weights + l);
-            store(x->weights + l, choose(y < -87.0f, all(0), exponential(y)));
+            store(x->weights + l, choose(y < -79.0f, all(0), exponential(y) * PART)); /* no subnormal weights */
         }
         for (int64_t l = 0; l < count; l++) part->sum += x->weights[l];
         float *out = s->value + (at * s->pages + n) * c->value_dim;
@@ -602,10 +643,11 @@ static void read_page(const Step *s, Scratch *x, int64_t pair, int64_t n) {
     }
 }
 
-static int64_t visible_count(const Step *s, const Row *r, int64_t b) {
-    if (!s->c->visible) return r->high - r->low;
+static int64_t visible_count(const Attend *c, const Row *r, int64_t b) {
+    if (!c->visible && !c->holes) return r->high - r->low;
     int64_t count = 0;
-    for (int64_t j = r->low; j < r->high; j++) count += s->c->visible[b * s->c->keys + j] != 0;
+    for (int64_t j = r->low; j < r->high; j++)
+        count += (!c->visible || c->visible[b * c->keys + j]) && r->shift[j] > -INFINITY;
     return count;
 }
 
@@ -620,18 +662,20 @@ static int finish(const Step *s, int64_t at, double *sum) {
     const Attend *c = s->c;
     Row *r = s->row + at;
     const Part *part = s->part + at * s->pages;
-    int64_t pair = at / s->rows, width = c->value_dim, count = 0, longest = 0;
+    int64_t pair = at / s->rows, width = c->value_dim, count = 0, most_read = 0;
     double most = -INFINITY, total = 0, unread = 0, magnitude = 0, reach = 0, slip = 0;
     for (int64_t n = 0; n < s->pages; n++) {
         most = MAX(most, part[n].most), magnitude = MAX(magnitude, part[n].magnitude);
-        count += part[n].count, longest = MAX(longest, part[n].count);
-        slip = MAX(slip, part[n].gain * c->pages[n].longest[pair]);
+        count += part[n].count, most_read = MAX(most_read, part[n].count);
+        double longest = c->pages[n].longest[pair];
+        slip = MAX(slip, part[n].gain * (r->norm * longest * (c->dim + 8) * 2.3e-16 + (r->norm + longest) * FLUSHED) +
+                             FLT_MIN * r->norm * longest);
     }
     memset(sum, 0, width * sizeof(double));
     memset(c->out + at * width, 0, width * sizeof(float));
     c->mass[at] = c->error[at] = 0, c->read[at] = 1;
     if (most == -INFINITY && r->whole) return 1; /* the query sees nothing */
-    double relative = exp(r->top - most); /* upper weights are relative to `top`, read ones to `most` */
+    double relative = PART * exp(r->top - most); /* upper weights are relative to `top`, read ones to `most` */
     for (int64_t n = 0; n < s->pages; n++) {
         if (part[n].most > -INFINITY) {
             const float *value = s->value + (at * s->pages + n) * width;
@@ -641,8 +685,8 @@ static int finish(const Step *s, int64_t at, double *sum) {
         }
         if (!r->whole) unread += part[n].upper;
     }
-    slip *= fabs(r->factor) * r->norm * (c->dim + 8) * 2.3e-16; /* of a score summed in double */
-    double weight_error = expm1(2 * U * magnitude + slip) + WEIGHT_SLACK, sum_error = (longest / 4 + 16) * U;
+    slip *= fabs(r->factor); /* of a score summed in double; subnormal channels and gains may count as 0 */
+    double weight_error = expm1(2 * U * magnitude + slip) + WEIGHT_SLACK, sum_error = (most_read / 4 + 16) * U;
     double certain = total * (1 - weight_error); /* no more than the exact weight of what was read */
     unread = r->whole ? 0 : unread * relative * (1 + SUM_SLACK);
     double mass = unread > 0 ? unread / (certain + unread) : 0;
@@ -663,17 +707,19 @@ static int finish(const Step *s, int64_t at, double *sum) {
         for (int64_t k = 0; k < width; k++) sum[k] += middle * centre[k];
     }
     float *out = c->out + at * width;
-    for (int64_t k = 0; k < width; k++) out[k] = (float)(sum[k] / total);
+    for (int64_t k = 0; k < width; k++) out[k] = (float)MAX(MIN(sum[k] / total, FLT_MAX), -FLT_MAX);
     for (int64_t n = 0; n < s->pages && total > seen; n++) {
         double weight, floor;
         unread_weight(r, part + n, relative, &weight, &floor);
         if (!(weight > 0)) continue;
         off += (weight - floor) / 2 * norm_from(out, c->pages[n].centre + pair * width, width);
     }
-    double rounding = (2 * weight_error + 3 * sum_error) * reach;
+    /* Weights off by e of theirs move the output by 2 e V; the sums' rounding is of `total`, the error's unit less. */
+    double rounding = 2 * weight_error * reach + 3 * sum_error * reach * (total / certain);
     double error = (missing + off) / certain + rounding, most_possible = norm_from(out, 0, width) + reach;
-    c->mass[at] = mass, c->error[at] = error < most_possible ? error : most_possible;
-    c->read[at] = r->whole ? 1 : (double)count / visible_count(s, r, pair / c->kv_heads);
+    if (!(certain > 0 && error < most_possible)) error = most_possible;
+    c->mass[at] = mass, c->error[at] = error + FLUSHED + count * sqrt((double)width) * 1e-34; /* subnormal products */
+    c->read[at] = r->whole ? 1 : (double)count / visible_count(c, r, pair / c->kv_heads);
     return 1;
 }
 
@@ -692,7 +738,7 @@ static void start_row(const Step *s, int64_t at) {
     r->norm = norm_from(c->query + at * c->dim, 0, c->dim);
     int32_t *wait = c->wait + at / c->queries * 2;
     r->bounded = c->tolerance > 0 && wait[0] == 0;
-    if (r->bounded) quantise_query(c, r);
+    if (r->bounded) quantise_query(c, r, at / s->rows);
     r->pending = 1;
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,29 +18,17 @@ MAX_DIM = 1024
 """Channels of a key up to which the kernel's integer sums are exact in float32."""
 
 
-NOT_FINITE = "key and value must be finite: no bound holds for infinities and NaN"
-
-
 class _Page(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_void_p) for name in ("key", "value", "code", "step", "residual", "centre", "radius", "longest")
     )
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-    )
-
-
 class _Append(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batches", "kv_heads", "dim", "value_dim", "start", "count", "threads")),
-        ("key", _Matrix),
-        ("value", _Matrix),
+        *((name, ctypes.c_int64) for name in ("batches", "kv_heads", "dim", "value_dim", "count", "threads")),
+        ("key_strides", ctypes.c_int64 * 3),
+        ("value_strides", ctypes.c_int64 * 3),
         ("pages", ctypes.c_void_p),
     )
 
@@ -47,7 +36,10 @@ class _Append(ctypes.Structure):
 class _Attend(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("batches", "heads", "kv_heads", "queries", "keys", "dim", "value_dim")),
-        *((name, ctypes.c_int64) for name in ("window", "table_heads", "table_length", "table_row", "threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("window", "table_heads", "table_length", "table_row", "holes", "threads")
+        ),
         ("tolerance", ctypes.c_double),
         ("scale", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in ("query", "query_gain", "gain", "shift", "visible")),
@@ -64,12 +56,9 @@ class Kernel:
         self.library.scaleinv_certified_build(*(ctypes.byref(value) for value in built))
         if [value.value for value in built] != [PAGE, ctypes.sizeof(_Append), ctypes.sizeof(_Attend)]:
             raise OSError(f"{path} was built from another version of kernel.c: delete it")
-
-    def run(self, name: str, call: ctypes.Structure) -> int:
-        failed = getattr(self.library, name)(ctypes.byref(call))
-        if failed == 1:
-            raise MemoryError(f"{name} could not allocate its work space")
-        return failed
+        self.append, self.attend = self.library.scaleinv_append, self.library.scaleinv_attend
+        self.append.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        self.attend.argtypes = (ctypes.c_void_p,)
 
 
 @functools.cache
@@ -91,12 +80,14 @@ def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | N
 
 
 class PageList:
-    """The addresses of pages, as the kernel reads them."""
+    """The addresses of pages, as the kernel reads them, and what it must know to append to them."""
 
     def __init__(self) -> None:
         self.entries = (_Page * 0)()
         self.count = 0
-        self.append = _Append()
+        self.call = _Append()
+        self.where = ctypes.addressof(self.call)
+        self.append: Callable[..., int] | None = None
 
     def add(self, page: Page) -> None:
         if self.count == len(self.entries):
@@ -106,28 +97,19 @@ class PageList:
         tensors = (page.key, page.value, page.code, page.step, page.residual, page.centre, page.radius, page.longest)
         self.entries[self.count] = _Page(*(x.data_ptr() for x in tensors))
         self.count += 1
+        self.call.pages = self.address
 
     @property
     def address(self) -> int:
         return ctypes.addressof(self.entries)
 
-
-def append(pages: PageList, start: int, key: Tensor, value: Tensor) -> None:
-    """Write keys and values ``[B, KV, n, D]`` from position ``start`` on into pages that are there.
-
-    ValueError where one is not finite; then nothing has changed.
-    """
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    call = pages.append
-    if call.count != key.shape[2]:
+    def expect(self, key: Tensor, value: Tensor) -> None:
+        """Prepare for keys and values of these shapes and strides."""
+        call = self.call
         call.batches, call.kv_heads, call.count, call.dim = key.shape
         call.value_dim, call.threads = value.shape[3], torch.get_num_threads()
-    call.start, call.pages = start, pages.address
-    for matrix, x in ((call.key, key), (call.value, value)):
-        matrix.data = x.data_ptr()
-        matrix.batch, matrix.head, matrix.row, _ = x.stride()
-    if _kernel().run("scaleinv_append", call):
-        raise ValueError(NOT_FINITE)
+        call.key_strides[:], call.value_strides[:] = key.stride()[:3], value.stride()[:3]
+        self.append = _kernel().append
 
 
 def attend(
@@ -138,6 +120,7 @@ def attend(
     query_gain: Tensor | None,  # float64 [B, H, Nq]
     tables: tuple[Tensor, Tensor],  # [heads or 1, T + BLOCK]: distances T - 1 … 0
     table_length: int,
+    holes: bool,  # whether a shift is -inf
     visible: Tensor | None,  # bool [B, keys]
     window: int,
     scale: float,
@@ -164,6 +147,7 @@ def attend(
         tables[0].shape[0],
         table_length,
         tables[0].stride(0),
+        holes,
         torch.get_num_threads(),
         tolerance,
         scale,
@@ -179,7 +163,8 @@ def attend(
         error.data_ptr(),
         read.data_ptr(),
     )
-    _kernel().run("scaleinv_attend", call)
+    if _kernel().attend(ctypes.addressof(call)):
+        raise MemoryError("certified decoding could not allocate its work space")
     return out, mass, error, read
 
 
@@ -188,7 +173,3 @@ def _kernel() -> Kernel:
     if isinstance(kernel, str):
         raise RuntimeError(kernel)
     return kernel
-
-
-def _matrix(x: Tensor) -> _Matrix:
-    return _Matrix(x.data_ptr(), *x.stride()[:3])

@@ -16,6 +16,8 @@ BLOCK = 16
 """Keys whose 8-bit copies are interleaved, four channels at a time: one vector of the kernel."""
 LEVELS = 127
 HUGE = 1 << 21
+FLUSHED = 1e-36
+"""More than the norm of float32 channels that are subnormal: a CPU that flushes them takes them for 0."""
 
 
 @dataclasses.dataclass
@@ -28,8 +30,8 @@ class Page:
     step: Tensor  # [B, KV, PAGE]
     residual: Tensor  # [B, KV, PAGE]: at least the norm of key - step · (code - 128)
     centre: Tensor  # [B, KV, Dv]
-    radius: Tensor  # [B, KV]: no value lies farther from the centre
-    longest: Tensor  # [B, KV]: no key has a larger norm
+    radius: Tensor  # float64 [B, KV]: no value lies farther from the centre
+    longest: Tensor  # float64 [B, KV]: no key has a larger norm
 
 
 def empty_page(key: Tensor, value: Tensor) -> Page:
@@ -37,7 +39,7 @@ def empty_page(key: Tensor, value: Tensor) -> Page:
     batch, heads, _, dim = key.shape
     width = value.shape[3]
     shapes = [(PAGE, dim), (PAGE, width), (PAGE // BLOCK, -(-dim // 4), BLOCK, 4), (PAGE,), (PAGE,), (width,), (), ()]
-    dtypes = [key.dtype, value.dtype, torch.uint8, key.dtype, key.dtype, value.dtype, value.dtype, key.dtype]
+    dtypes = [key.dtype, value.dtype, torch.uint8, key.dtype, key.dtype, value.dtype, torch.float64, torch.float64]
     sizes = [batch * heads * math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     sizes = [-(-size // 64) * 64 for size in sizes]
     parts = _memory(sum(sizes), key.device).split(sizes)
@@ -72,12 +74,12 @@ def fill(page: Page, slot: int, key: Tensor, value: Tensor) -> None:
     rows = page.code.permute(0, 1, 2, 4, 3, 5)  # [B, KV, PAGE / BLOCK, BLOCK, D / 4, 4]
     rows[:, :, slots // BLOCK, slots % BLOCK] = (levels + 128).to(torch.uint8)
     page.step[:, :, slot:stop], page.residual[:, :, slot:stop] = step, residual
-    page.longest.copy_(torch.maximum(page.longest, _norms(key, key.dtype).amax(2)))
+    page.longest.copy_(torch.maximum(page.longest, _norms(key).amax(2)))
     if stop == PAGE:
-        page.centre.copy_(page.value.mean(2))
-        page.radius.copy_(_up(_norms(page.value - page.centre[:, :, None], page.value.dtype).amax(2)))
+        page.centre.copy_(page.value.double().mean(2))
+        page.radius.copy_(_norms(page.value.double() - page.centre.double()[:, :, None]).amax(2))
     else:
-        page.radius.copy_(torch.maximum(page.radius, _norms(value, page.value.dtype).amax(2)))
+        page.radius.copy_(torch.maximum(page.radius, _norms(value).amax(2)))
 
 
 def quantise(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +92,8 @@ def quantise(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inverse = torch.where(step > 0, LEVELS / largest, 0)
     levels = (key * inverse[..., None]).round().clamp(-LEVELS, LEVELS)
     rest = key.double() - step.double()[..., None] * levels.double()
-    return levels.to(torch.int16), step, _norms(rest, key.dtype)
+    residual = (_norms(rest) + FLUSHED).to(key.dtype)
+    return levels.to(torch.int16), step, torch.nextafter(residual, torch.full_like(residual, torch.inf))
 
 
 def unpack(page: Page) -> Tensor:
@@ -99,10 +102,6 @@ def unpack(page: Page) -> Tensor:
     return levels[..., : page.key.shape[-1]] * page.step.double()[..., None]
 
 
-def _norms(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norms over the last dimension, in a dtype, never too small."""
-    return _up((x.double().norm(dim=-1) * (1 + 1e-9)).to(dtype))
-
-
-def _up(x: Tensor) -> Tensor:
-    return torch.nextafter(x, torch.full_like(x, torch.inf))
+def _norms(x: Tensor) -> Tensor:
+    """Norms over the last dimension in float64, never too small."""
+    return x.double().norm(dim=-1) * (1 + 1e-9)

@@ -62,18 +62,17 @@ def attend(
     page_of = torch.arange(keys, device=query.device) // PAGE
     unread = outside.new_zeros(*outside.shape[:3], len(held)).index_add(3, page_of, outside)
     widest = torch.stack([w.amax(-1) for w in torch.where(visible, width, 0).split(PAGE, dim=-1)], -1)
-    floor = unread * torch.exp(-2 * widest)
+    floor = unread * torch.exp(-2 * widest) * (1 - 2 * bounds.sum_slack(PAGE))
     guess = (unread + floor) / 2
     out = (weight @ value + guess @ centre) / (total + guess.sum(-1)).clamp_min(1e-300)[..., None]
-    out = out.to(query.dtype)
+    largest = torch.finfo(query.dtype).max  # rounding may carry a mean of such values over it
+    out = out.clamp(-largest, largest).to(query.dtype)
 
-    mass = bounds.mass(unread.sum(-1), total)
+    mass = bounds.mass(unread.sum(-1), total, keys)
     offset = (out.double()[..., None, :] - centre[:, :, None]).norm(dim=-1)  # [B, H, Nq, P]
     reach = (centre.norm(dim=-1) + radius).amax(-1)[..., None]
-    error = bounds.error(unread, floor, radius[:, :, None], offset, total, reach, query.dtype)
     magnitude = torch.where(visible, a.abs() * norms[0] * norms[1] + m.abs(), 0).amax(-1)
-    error = error + bounds.SLACK * magnitude * reach
-    error = torch.minimum(error, out.double().norm(dim=-1) + reach)
+    error = bounds.error(unread, floor, radius[:, :, None], offset, total, reach, magnitude, keys, out)
     count = visible.sum(-1).expand_as(mass)
     error = torch.where(count > 0, error, 0)
     share = torch.where(count > 0, read.sum(-1).double() / count.clamp_min(1), 1.0)
