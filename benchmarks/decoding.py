@@ -8,7 +8,7 @@ gives medians and the ratio to SDPA's in the same run. Keys and queries have uni
     python benchmarks/decoding.py --quick        # up to 65,536 keys
     python benchmarks/decoding.py                # up to 262,144 keys of 6 heads and 1,048,576 of one: 8 GiB of memory
 
-Writes results/decode/speed.csv and speed.png.
+Writes results/decode/speed.csv and speed.png, and prints the table of docs/decoding.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
         writer.writeheader()
         writer.writerows({**row, **stamp} for row in rows)
     draw(rows, options.out / "speed.png")
-    print(f"wrote {options.out / 'speed.csv'} and {options.out / 'speed.png'}")
+    print(f"wrote {options.out / 'speed.csv'} and {options.out / 'speed.png'}\n\n{table(rows)}")
 
 
 def inputs(heads: int, keys: int, mean: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,18 +74,15 @@ def measure(heads: int, keys: int, scores: str, mean: float, tolerance: float, r
     plain = scaleinv.CertifiedCache(scaleinv.Plain(), tolerance)
     for name in ("pages", "length", "_addresses", "_native"):  # the same memory
         setattr(plain, name, getattr(cache, name))
-    room = [scaleinv.CertifiedCache(tolerance=tolerance)]
-    room[0].append(key[:, :, :700], value[:, :, :700])
-
-    def append() -> None:
-        room[0].append(key[:, :, :1], value[:, :, :1])
-
+    room = scaleinv.CertifiedCache(tolerance=tolerance)
+    room.append(key[:, :, :700], value[:, :, :700])
+    token = key[:, :, :1].clone(), value[:, :, :1].clone()
     contestants: dict[str, Callable[[], object]] = {
         "sdpa": lambda: F.scaled_dot_product_attention(query, key, value),
         "exact": lambda: scaleinv.attention(query, key, value),
         "certified": lambda: cache.attend(query),
         "certified, plain attention": lambda: plain.attend(query),
-        "append a token": append,
+        "append a token": lambda: room.append(*token),
     }
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
@@ -109,6 +106,24 @@ def measure(heads: int, keys: int, scores: str, mean: float, tolerance: float, r
         share = f"{row['read']:7.2%} read" if certificate is not None else ""
         print(f"{heads} x {keys:<8} {scores:10} {name:27} {median:9.2f} ms {base / median:6.2f} x {share}", flush=True)
     return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The table of docs/decoding.md, in Markdown."""
+    found = {(row["heads"], row["keys"], row["scores"], row["contestant"]): row for row in rows}
+    lines = ["| keys | Gaussian scores | scores of mean −1.5 | keys read | our exact decoding | appending a token |"]
+    lines.append("| --- " * 6 + "|")
+    for heads, keys in dict.fromkeys((row["heads"], row["keys"]) for row in rows):
+        certified, exact, append = (
+            [found[heads, keys, scores, name] for scores in SCORES] for name in ("certified", "exact", "append a token")
+        )
+        cells = [f"{keys:,}{', one head' if heads == 1 else ''}"]
+        cells += [f"{row['speedup']:.1f} × ({row['ms']:.1f} ms)" for row in certified]
+        cells += [", ".join(f"{row['read']:.1%}" for row in certified)]
+        cells += [" – ".join(f"{row['speedup']:.1f} ×" for row in exact)]
+        cells += [", ".join(f"{a['ms'] / c['ms']:.1%}" for a, c in zip(append, certified, strict=True)) + " of a step"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def draw(rows: list[Row], path: Path) -> None:
