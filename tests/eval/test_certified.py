@@ -46,3 +46,10 @@ def test_text_at_tolerance_0_is_the_same(model):
     prompt = TOKENS[0, :100]
     exact = list(generate(model, prompt, 30, temperature=0))
     assert list(generate(model, prompt, 30, temperature=0, tolerance=0.0)) == exact
+
+
+@pytest.mark.parametrize(("tolerance", "method"), [(1e-3, "infini-rope"), (1.0, "rope"), (-1e-3, "rope")])
+def test_a_tolerance_that_cannot_be_kept_is_refused_at_once(tolerance, method):
+    config = GPTConfig(layers=1, width=16, heads=2, vocab_size=30, method=method, train_length=8)
+    with pytest.raises(ValueError, match="tolerance"):
+        generate(GPT(config), torch.zeros(3, dtype=torch.long), 2, tolerance=tolerance)

@@ -1,5 +1,7 @@
 """`scaleinv.hf.CertifiedCache` in `generate`: the same tokens as without it, and clear errors where it cannot serve."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -67,8 +69,28 @@ def test_beams_are_refused(stock):
         make(stock, "llama").generate(PROMPT, past_key_values=scaleinv.hf.CertifiedCache(), num_beams=2, **SETTINGS)
 
 
+def test_assisted_decoding_is_refused(stock):
+    with pytest.raises(ValueError, match="assisted decoding"):
+        make(stock, "llama").generate(
+            PROMPT[:1], past_key_values=scaleinv.hf.CertifiedCache(), prompt_lookup_num_tokens=3, **SETTINGS
+        )
+
+
+def test_a_cache_serves_several_turns_and_copies(stock):
+    model = make(stock, "llama")
+    cache = scaleinv.hf.CertifiedCache(0.0)
+    first = model.generate(PROMPT, past_key_values=cache, **SETTINGS)
+    text = torch.cat([first, PROMPT[:, :7]], 1)
+    settings = {**SETTINGS, "attention_mask": torch.ones_like(text)}
+    exact = model.generate(text, past_key_values=DynamicCache(), **settings)
+    for held in (copy.deepcopy(cache), cache):
+        assert torch.equal(model.generate(text, past_key_values=held, **settings), exact)
+    cache.reset()
+    assert torch.equal(model.generate(PROMPT, past_key_values=cache, **SETTINGS), first)
+
+
 def test_a_stock_model_is_refused(stock):
-    with pytest.raises(AttributeError, match=r"CertifiedCache"):
+    with pytest.raises(AttributeError, match=r"CertifiedCache serves models converted by scaleinv.hf.convert"):
         stock("llama").generate(PROMPT, past_key_values=scaleinv.hf.CertifiedCache(), **SETTINGS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from scaleinv import methods
 from scaleinv.model import GPT, CertifiedKVCache
 from scaleinv.ops.certified import Certificate
 
@@ -47,6 +48,15 @@ class CertifiedReader(nn.Module):
         if self.keep:
             self.certificates = {layer: _joined([step[layer] for step in steps]) for layer in steps[0]}
         return torch.cat(losses, 1)
+
+
+def check_tolerance(tolerance: float | None, method: str) -> None:
+    """ValueError for a tolerance out of its range, or for a method that keeps nothing to certify; None is fine."""
+    if tolerance is None:
+        return
+    CertifiedKVCache(tolerance)
+    if methods.row(method).infini:
+        raise ValueError(f"tolerance cannot be used with {method!r}: Infini-attention keeps no keys to certify")
 
 
 def _joined(parts: list[Certificate]) -> Certificate:

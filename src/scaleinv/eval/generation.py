@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from scaleinv.eval.certified import check_tolerance
 from scaleinv.model import GPT, CertifiedKVCache, KVCache
 
 
@@ -47,6 +48,7 @@ def generate(
         raise ValueError(f"top_k must be positive, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    check_tolerance(tolerance, model.config.method)
     return _generate(model, prompt, tokens, temperature, top_k, top_p, seed, stop, vocabulary, tolerance)
 
 

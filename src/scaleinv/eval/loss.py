@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleinv.data import TokenData
-from scaleinv.eval.certified import CertifiedReader
+from scaleinv.eval.certified import CertifiedReader, check_tolerance
 from scaleinv.eval.summary import mapping, number
 from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.lengths import parse
@@ -154,6 +154,7 @@ def evaluate(
     for method in methods:
         if trained_as(method) != model_method:
             raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
+        check_tolerance(tolerance, method)
     named = parse(lengths, config.model.train_length)
     find_device(device)
     weights = weights_digest(run) if step is None else None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleinv.data import Corpus, TokenData, Tokenizer
+from scaleinv.eval.certified import check_tolerance
 from scaleinv.eval.needle_decode import read_samples
 from scaleinv.eval.needle_results import (
     DEPTHS,
@@ -234,6 +235,7 @@ def run_needle(
     for method in methods:
         if trained_as(method) != model_method:
             raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
+        check_tolerance(tolerance, method)
     named = parse(lengths, config.model.train_length)
     usual_task, usual_training = default_task(config.model)
     task, training = task or usual_task, training or usual_training

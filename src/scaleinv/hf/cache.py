@@ -21,8 +21,8 @@ class Held:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"the model asks its cached keys for {name!r}: models that work on them outside of the attention function "
-            "cannot use scaleinv.hf.CertifiedCache"
+            f"the model asks its cached keys for {name!r}. scaleinv.hf.CertifiedCache serves models converted by "
+            "scaleinv.hf.convert, unless they work on their keys outside of the attention function"
         )
 
 

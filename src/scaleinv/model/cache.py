@@ -103,6 +103,7 @@ class CertifiedKVCache(KVCache):
 
     def __init__(self, tolerance: float, context_length: int | None = None) -> None:
         super().__init__(context_length=context_length)
+        CertifiedCache(tolerance=tolerance)  # a bad tolerance is an error here, not at the first token
         self.tolerance = tolerance
         self.certified: dict[int, CertifiedCache] = {}
         self.certificates: dict[int, Certificate] = {}

@@ -1,5 +1,7 @@
 """`CertifiedCache` as its caller sees it: growth, shapes, dtypes and errors."""
 
+import copy
+
 import pytest
 import torch
 from caches import certified, make_case, truth
@@ -79,7 +81,9 @@ def test_the_package_exports_it():
         ({"tolerance": 1.0}, "tolerance must lie in"),
         ({"tolerance": -1e-3}, "tolerance must lie in"),
         ({"window": 0}, "window must be a positive integer"),
+        ({"tolerance": float("nan")}, "tolerance must lie in"),
         ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"scale": "1"}, "scale must be a finite number"),
         ({"backend": "fast"}, "backend must be one of auto, native, torch"),
     ],
 )
@@ -103,6 +107,57 @@ def test_infinite_keys_are_refused_and_change_nothing(backend):
     assert torch.equal(cache.attend(query)[0], before)
 
 
+def test_a_refused_first_append_leaves_the_cache_empty():
+    cache = CertifiedCache()
+    with pytest.raises(ValueError, match="key and value must be finite"):
+        cache.append(torch.full((1, 2, 3, 8), torch.nan), torch.zeros(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="the cache is empty"):
+        cache.attend(torch.zeros(1, 2, 1, 8))
+    cache.append(torch.zeros(1, 2, 3, 8).double(), torch.zeros(1, 2, 3, 4).double())
+    assert cache.length == 3
+
+
+def test_a_copy_is_a_cache_of_its_own():
+    cache = filled(1500)
+    other, query = copy.deepcopy(cache), torch.randn(1, 4, 1, 8)
+    assert torch.equal(cache.attend(query)[0], other.attend(query)[0])
+    other.append(torch.randn(1, 2, 1, 8), 100 * torch.ones(1, 2, 1, 4))
+    assert (cache.length, other.length) == (1500, 1501)
+    assert not torch.equal(cache.attend(query)[0], other.attend(query)[0])
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_keys_with_a_shift_of_minus_infinity_do_not_count(backend):
+    shift = torch.zeros(1, 1000)
+    shift[:, 10:] = -torch.inf
+    cache = CertifiedCache(scaleinv.DistanceTable(20 * torch.ones(1, 1000), shift), 0.5, backend=backend)
+    key = torch.zeros(1, 1, 1000, 2)
+    key[:, :, -1] = 1
+    cache.append(key, torch.ones(1, 1, 1000, 2))
+    assert float(cache.attend(torch.ones(1, 1, 1, 2))[1].read) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_transform_may_be_replaced(backend):
+    """As `scaleinv.hf` does at each step."""
+    cache, query = filled(50, logits=scaleinv.Plain(), backend=backend), torch.randn(1, 2, 1, 8)
+    cache.attend(query)
+    cache.logits = scaleinv.ALiBi(2)
+    fresh = CertifiedCache(scaleinv.ALiBi(2), backend=backend)
+    fresh.append(*cache.tensors())
+    torch.testing.assert_close(cache.attend(query)[0], fresh.attend(query)[0])
+
+
+@pytest.mark.parametrize(
+    ("gain", "shift"), [(torch.nan, 0.0), (1.0, torch.nan), (1.0, torch.inf), (1e39, 0.0), (1.0, -1e39)]
+)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_transforms_outside_of_float32_are_refused(backend, gain, shift):
+    tables = (torch.full((1, 50), x, dtype=torch.float64) for x in (gain, shift))
+    with pytest.raises(ValueError, match=r"logits .DistanceTable. must give gains in float32's range"):
+        filled(10, logits=scaleinv.DistanceTable(*tables), backend=backend).attend(torch.randn(1, 2, 1, 8))
+
+
 def test_errors_name_what_does_not_fit():
     with pytest.raises(ValueError, match="empty"):
         CertifiedCache().attend(torch.randn(1, 2, 1, 8))
@@ -112,11 +167,21 @@ def test_errors_name_what_does_not_fit():
         (torch.randn(1, 2, 11, 8), "1 … 10 positions"),
         (torch.randn(1, 2, 1, 9), "query must have shape"),
         (torch.randn(1, 2, 1, 8).double(), "query must be like the keys"),
+        (torch.ones(1, 2, 1, 8, dtype=torch.long), "query must be like the keys"),
+        (torch.empty(1, 2, 1, 8, device="meta"), "query must be like the keys.* on meta"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.attend(query)
     with pytest.raises(ValueError, match="key_mask must be a bool tensor"):
         cache.attend(torch.randn(1, 2, 1, 8), key_mask=torch.ones(1, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="key_mask must be on cpu like the keys, got meta"):
+        cache.attend(torch.randn(1, 2, 1, 8), key_mask=torch.ones(1, 10, dtype=torch.bool, device="meta"))
+    with pytest.raises(TypeError, match="key must be float64, float32, bfloat16 or float16"):
+        cache.append(torch.ones(1, 2, 1, 8).to(torch.float8_e4m3fn), torch.ones(1, 2, 1, 4).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="key must be a dense tensor"):
+        cache.append(torch.empty(1, 2, 1, 8, device="meta"), torch.empty(1, 2, 1, 4, device="meta"))
+    with pytest.raises(ValueError, match="at most 1e\\+60 in size"):
+        CertifiedCache().append(torch.full((1, 1, 1, 1), 1e70, dtype=torch.float64), torch.ones(1, 1, 1, 1).double())
     with pytest.raises(TypeError, match="value must be a tensor, got list"):
         cache.append(torch.randn(1, 2, 1, 8), [1.0])
     with pytest.raises(ValueError, match="of those held"):

@@ -13,6 +13,7 @@ from scaleinv.ops.certified.pages import BLOCK, PAGE, Page, empty_page, fill
 from scaleinv.ops.masks import FAR, Geometry, visible_counts
 
 BACKENDS = ("auto", "native", "torch")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROW_BYTES = 1 << 28
 """Upper weights that a step holds at once, in bytes; a longer chunk of queries is taken in parts."""
 LARGEST = 1e60
@@ -79,6 +80,7 @@ class CertifiedCache:
         self.pages: list[Page] = []
         self._addresses = native.PageList()
         self._tables: tuple[Tensor, Tensor] | None = None
+        self._tables_of: LogitTransform | None = None
         self._holes = False
         self._wait: Tensor | None = None
         self._form: tuple | None = None
@@ -154,6 +156,15 @@ class CertifiedCache:
             error = error + (rounded.double() - out.double()).norm(dim=-1)
         return rounded, Certificate(mass, error, read)
 
+    def __getstate__(self) -> dict:
+        return {name: held for name, held in vars(self).items() if name != "_addresses"} | {"_form": None}
+
+    def __setstate__(self, state: dict) -> None:
+        """A copy has its pages elsewhere in memory."""
+        vars(self).update(state, _addresses=native.PageList())
+        for page in self.pages:
+            self._addresses.add(page)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all pages: keys, values, the copy and what goes with it."""
@@ -200,14 +211,14 @@ class CertifiedCache:
 
     def _reversed_tables(self, keys: int) -> tuple[Tensor, Tensor]:
         """a and m for distances T - 1 … 0, with `BLOCK` more entries that no visible key reaches: T >= keys."""
-        if self._tables is None or self._tables[0].shape[1] - BLOCK < keys:
+        if self._tables is None or self._tables_of is not self.logits or self._tables[0].shape[1] - BLOCK < keys:
             length = 1 << max(10, (keys - 1).bit_length())
             try:
                 a, m = self._float64_tables(length, torch.device("cpu"))
             except ValueError:  # a table of fixed length
                 a, m = self._float64_tables(keys, torch.device("cpu"))
             a, m = torch.broadcast_tensors(a, m)
-            self._holes = bool((m == -torch.inf).any())
+            self._tables_of, self._holes = self.logits, bool((m == -torch.inf).any())
             pad = torch.nn.functional.pad
             self._tables = pad(a.flip(1).float(), (0, BLOCK)), pad(m.flip(1).float(), (0, BLOCK))
         return self._tables
@@ -243,12 +254,15 @@ class CertifiedCache:
                 raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if x.dim() != 4 or 0 in (*x.shape[:2], x.shape[3]):
                 raise ValueError(f"{name} must have shape [batch, heads, length, head dim], got {tuple(x.shape)}")
-            if not x.is_floating_point():
+            if x.dtype not in DTYPES:
                 raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+            if x.layout != torch.strided or x.device.type == "meta":
+                raise ValueError(f"{name} must be a dense tensor with memory of its own, got {x.layout} on {x.device}")
         if value.shape[:3] != key.shape[:3] or value.dtype != key.dtype or value.device != key.device:
             raise ValueError(
-                f"value must have key's batch, heads, length, dtype and device, got {tuple(value.shape)} {value.dtype} "
-                f"beside {tuple(key.shape)} {key.dtype}"
+                "value must have key's batch, heads, length, dtype and device, "
+                f"got {tuple(value.shape)} {value.dtype} on {value.device} "
+                f"beside {tuple(key.shape)} {key.dtype} on {key.device}"
             )
         if self.pages:
             held = self.pages[0]
@@ -279,14 +293,19 @@ class CertifiedCache:
             )
         if self.logits.heads is not None and self.logits.heads != query.shape[1]:
             raise ValueError(f"logits is made for {self.logits.heads} heads, but query has {query.shape[1]}")
-        if torch.promote_types(query.dtype, torch.float32) != held.dtype or query.device != held.device:
-            raise ValueError(f"query must be like the keys, {held.dtype} on {held.device}, got {query.dtype}")
+        fits = query.dtype in DTYPES and torch.promote_types(query.dtype, torch.float32) == held.dtype
+        if not fits or query.device != held.device:
+            raise ValueError(
+                f"query must be like the keys, {held.dtype} on {held.device}, got {query.dtype} on {query.device}"
+            )
         if not _is_usable(query):
             raise ValueError(f"query must be finite{_limit(query)}: no bound holds for others")
         if key_mask is not None:
             shape = (held.shape[0], self.length)
             if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool or tuple(key_mask.shape) != shape:
                 raise ValueError(f"key_mask must be a bool tensor of shape {list(shape)}, True for visible keys")
+            if key_mask.device != held.device:
+                raise ValueError(f"key_mask must be on {held.device} like the keys, got {key_mask.device}")
 
 
 def _form(key: Tensor, value: Tensor) -> tuple | None:
