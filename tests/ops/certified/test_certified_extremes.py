@@ -100,7 +100,7 @@ def attack(seed, backend):
     value = numbers(choice, generator, (batch, kv_heads, keys, width), choice((0, 1)))
     scale = choice((1.0, -1.0, 1e-3, 1e30, 1e-30, 0.0, None, None, None))
     if scale is None:  # scores of an ordinary size, from whatever numbers
-        scale = choice((1, 10, 1e4)) / max(float(query.abs().max()) * float(key.abs().max()), 1e-60)
+        scale = choice((1, 10, 1e4)) / max(float(query.abs().max()) * float(key.abs().max()), 1e-50)
     window = choice((None, None, 7, keys + 3))
     mask = torch.tensor(generator.random((batch, keys)) < choice((0.05, 0.9, 2, 2)))
     logits, tolerance = transform(choice, generator, heads, keys), choice(TOLERANCES)

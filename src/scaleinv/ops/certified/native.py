@@ -87,7 +87,7 @@ class PageList:
         self.count = 0
         self.call = _Append()
         self.where = ctypes.addressof(self.call)
-        self.append: Callable[..., int] | None = None
+        self.append: Callable[..., int]  # set by `expect`
 
     def add(self, page: Page) -> None:
         if self.count == len(self.entries):
