@@ -61,11 +61,11 @@ class Exchange:
             self.traffic.messages += 1
             self.traffic.bytes += x.numel() * x.element_size()
 
-    def receive(self, like: Tensor, elements: int, source: int) -> None:
-        """Expect a message from rank ``source`` of this many elements, with the dtype and device of ``like``."""
-        self.received = like.new_empty(elements)
+    def receive(self, into: Tensor, source: int) -> None:
+        """Expect a message from rank ``source`` of the mesh."""
+        self.received = into
         self.operations.append(
-            dist.P2POp(dist.irecv, self.received, group=self.mesh.get_group(), group_peer=source, tag=self.tag)
+            dist.P2POp(dist.irecv, into, group=self.mesh.get_group(), group_peer=source, tag=self.tag)
         )
 
     def start(self) -> Exchange:
@@ -84,7 +84,8 @@ class Exchange:
         if self.traffic is not None:
             self.traffic.waited += time.monotonic() - began
         self.operations, self.requests = [], []
-        return self.received
+        received, self.received = self.received, None
+        return received
 
 
 def current_traffic() -> Traffic | None:

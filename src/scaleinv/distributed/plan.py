@@ -8,6 +8,7 @@ without a visible pair is not computed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Plan:
     window: int | None
     document_ids: Tensor | None = None
     key_mask: Tensor | None = None
+    _seen: dict[tuple[Segment, Segment], bool] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def geometry(self, query: Segment, key: Segment) -> Geometry:
         """The relative positions of a block's queries and keys."""
@@ -39,8 +41,11 @@ class Plan:
 
     def sees(self, query: Segment, key: Segment) -> bool:
         """Whether any query of one segment sees a key of the other."""
-        low, high = self.geometry(query, key).key_range()
-        return low < high and self._share(query, Segment(key.start + low, high - low))
+        if (query, key) not in self._seen:
+            low, high = self.geometry(query, key).key_range()
+            hidden = self.document_ids is not None or self.key_mask is not None
+            self._seen[query, key] = low < high and (not hidden or self._share(query, key))
+        return self._seen[query, key]
 
     def needed(self, rank: int, owner: int) -> tuple[Segment, ...]:
         """The segments of ``owner`` that the queries of ``rank`` see."""
@@ -56,19 +61,34 @@ class Plan:
                     total += _visible_pairs(self.geometry(query, key))
         return total
 
+    @functools.cached_property
+    def _codes(self) -> tuple[Tensor, Tensor]:
+        """Documents as numbers, other ones in every row, and which keys are visible: ``[B, N]``, on the CPU."""
+        given = self.document_ids if self.key_mask is None else self.key_mask
+        assert given is not None
+        ids = torch.zeros(given.shape, dtype=torch.int64) if self.document_ids is None else self.document_ids.cpu()
+        numbers = torch.unique(ids, return_inverse=True)[1]
+        numbers = numbers + (numbers.max() + 1) * torch.arange(len(ids))[:, None] if ids.numel() else numbers
+        visible = torch.ones(given.shape, dtype=torch.bool) if self.key_mask is None else self.key_mask.cpu()
+        return numbers, visible
+
     def _share(self, query: Segment, key: Segment) -> bool:
-        """Whether some document has a query in one segment and a visible key in the other."""
-        if self.document_ids is None and self.key_mask is None:
-            return True
-        reached, kept = slice(query.start, query.stop), slice(key.start, key.stop)
-        if self.document_ids is None:
-            assert self.key_mask is not None
-            return bool(self.key_mask[:, kept].any())
-        for row, documents in enumerate(self.document_ids):
-            there = documents[kept] if self.key_mask is None else documents[kept][self.key_mask[row, kept]]
-            if bool(torch.isin(documents[reached], there).any()):
-                return True
-        return False
+        """Whether a query sees a key of its own document, at a visible distance and not masked."""
+        documents, visible = self._codes
+        own, there = documents[:, query.start : query.stop], documents[:, key.start : key.stop]
+        mask = visible[:, key.start : key.stop]
+        where = self.geometry(query, key)
+        if where.visible(torch.tensor(where.offset - key.length + 1)) and bool(
+            (own[:, 0] == there[:, -1])[mask[:, -1]].any()
+        ):
+            return True  # the first query and the last key: enough for most segments of a long document
+        position = where.offset + torch.arange(query.length)
+        low = (position - where.max_distance).clamp(0, key.length)
+        high = (position - where.min_distance + 1).clamp(0, key.length)
+        size = key.length + 1  # keys sorted by (document, place): those that a query sees are one run
+        places = (there * size + torch.arange(key.length))[mask].sort().values
+        first, past = (torch.searchsorted(places, (own * size + end).contiguous()) for end in (low, high))
+        return bool((first < past).any())
 
 
 def _visible_pairs(geometry: Geometry) -> int:

@@ -8,6 +8,7 @@ its way.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ PASSING, RETURNING = 0, 1
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of a segment, or their gradients."""
+
+Hop = tuple[int, int]
+"""A message's place in the ring: from rank r to rank r + step, and which of r's segments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,33 +58,63 @@ class Ring:
         """This rank's keys and values by segment."""
         return {segment: (key[:, :, rows], value[:, :, rows]) for segment, rows in self.own()}
 
-    def pass_on(self, step: int, held: dict[Segment, Pair], key: Tensor, value: Tensor) -> Exchange:
-        """Start step ``step`` of the ring: send that many ranks ahead, receive from as many behind."""
-        exchange = Exchange(self.mesh, 2 * step + PASSING, self.traffic)
-        to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-        _send(exchange, to, [held[segment] for segment in self.plan.needed(to, self.rank)])
-        _receive(exchange, source, key, value, self.plan.needed(self.rank, source), key.dtype)
+    def hops(self) -> list[Hop]:
+        """The messages of the ring in order, the same on every rank: how many ranks ahead, and which segment."""
+        segments = range(len(self.plan.split.segments(self.rank)))
+        return [(step, number) for step in range(1, self.size) for number in segments]
+
+    def needed(self, rank: int, owner: int, number: int) -> Segment | None:
+        """A segment of ``owner`` if the queries of ``rank`` see it."""
+        segment = self.plan.split.segments(owner)[number]
+        return segment if segment in self.plan.needed(rank, owner) else None
+
+    def visitor(self, hop: Hop) -> Segment | None:
+        """The segment that comes to this rank in a hop."""
+        step, number = hop
+        return self.needed(self.rank, (self.rank - step) % self.size, number)
+
+    def visited(self, hop: Hop) -> Segment | None:
+        """This rank's own segment that goes elsewhere in a hop."""
+        step, number = hop
+        return self.needed((self.rank + step) % self.size, self.rank, number)
+
+    def pass_on(self, hop: Hop, packed: dict[Segment, Tensor], key: Tensor, value: Tensor) -> Exchange:
+        """Start a hop: send a segment some ranks ahead, receive one from as many behind."""
+        exchange = Exchange(self.mesh, _tag(hop, PASSING), self.traffic)
+        step, _ = hop
+        going, coming = self.visited(hop), self.visitor(hop)
+        if going is not None:
+            exchange.send(packed[going], (self.rank + step) % self.size)
+        if coming is not None:
+            exchange.receive(_flat(coming, key, value, key.dtype), (self.rank - step) % self.size)
         return exchange.start()
 
-    def return_home(self, step: int, grads: dict[Segment, Pair], key: Tensor, value: Tensor) -> Exchange:
-        """Send the gradients of a visiting block to its owner, and receive those of this rank's own block."""
-        exchange = Exchange(self.mesh, 2 * step + RETURNING, self.traffic)
-        owner, visited = (self.rank - step) % self.size, (self.rank + step) % self.size
-        _send(exchange, owner, list(grads.values()))
-        _receive(exchange, visited, key, value, self.plan.needed(visited, self.rank), compute_dtype(key))
+    def return_home(self, hop: Hop, grads: Tensor | None, key: Tensor, value: Tensor) -> Exchange:
+        """Send the gradients of a visiting segment to its owner, and receive those of this rank's own."""
+        exchange = Exchange(self.mesh, _tag(hop, RETURNING), self.traffic)
+        step, _ = hop
+        own = self.visited(hop)
+        if grads is not None:
+            exchange.send(grads, (self.rank - step) % self.size)
+        if own is not None:
+            exchange.receive(_flat(own, key, value, compute_dtype(key)), (self.rank + step) % self.size)
         return exchange.start()
 
-    def visits(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, dict[Segment, Pair]]]:
-        """Each step's keys and values by segment, this rank's own first, while the next ones are in flight."""
-        held = self.local(key, value)
-        coming = self.pass_on(1, held, key, value) if self.size > 1 else None
-        yield 0, held
-        for step in range(1, self.size):
+    def visits(self, key: Tensor, value: Tensor) -> Iterator[tuple[Hop | None, dict[Segment, Pair]]]:
+        """Keys and values by segment: this rank's own, then each hop's, while those of the next are in flight."""
+        held, hops = self.local(key, value), self.hops()
+        packed = {own: _packed(*held[own]) for own in held if any(self.visited(hop) == own for hop in hops)}
+        coming = self.pass_on(hops[0], packed, key, value) if hops else None
+        yield None, held
+        for place, hop in enumerate(hops):
             assert coming is not None
-            message = coming.wait()
-            coming = self.pass_on(step + 1, held, key, value) if step + 1 < self.size else None
-            segments = self.plan.needed(self.rank, (self.rank - step) % self.size)
-            yield step, _unpacked(message, segments, key, value)
+            message, segment = coming.wait(), self.visitor(hop)
+            coming = self.pass_on(hops[place + 1], packed, key, value) if place + 1 < len(hops) else None
+            if coming is None:
+                packed.clear()
+            visiting = {} if message is None or segment is None else {segment: _views(message, segment, key, value)}
+            del message  # the caller may free it before it asks for the next
+            yield hop, visiting
 
     def calls(
         self, query: Tensor, visiting: dict[Segment, Pair], gain: Tensor, shift: Tensor
@@ -131,6 +165,8 @@ class RingAttention(torch.autograd.Function):
         for _, visiting in ring.visits(key, value):
             for _, rows, _, call in ring.calls(query, visiting, gain, shift):
                 _merge(out[:, :, rows], lse[:, :, rows], *block_forward(ring.engine, call))
+                del call
+            visiting.clear()
         ctx.save_for_backward(query, key, value, gain, shift, out, lse)
         ctx.ring = ring
         return out, lse
@@ -144,9 +180,12 @@ class RingAttention(torch.autograd.Function):
         grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=compute_dtype(x)) for x in (query, key, value))
         grad_gain, grad_shift = (torch.zeros_like(x) if table_grads else None for x in (gain, shift))
         home = ring.local(grad_key, grad_value)  # views: arriving gradients are added in place
-        returning: tuple[int, Exchange] | None = None
-        for step, visiting in ring.visits(key, value):
-            grads = home if step == 0 else {s: (_zeros(k), _zeros(v)) for s, (k, v) in visiting.items()}
+        returning: tuple[Hop, Exchange] | None = None
+        for hop, visiting in ring.visits(key, value):
+            flat: Tensor | None = None
+            grads = home
+            if hop is not None:
+                flat, grads = _gradients(visiting, key, value)
             for segment, rows, diagonals, call in ring.calls(query, visiting, gain, shift):
                 found = block_backward(
                     ring.engine, call, grad_out[:, :, rows], lse[:, :, rows], delta[:, :, rows], table_grads
@@ -157,11 +196,15 @@ class RingAttention(torch.autograd.Function):
                 if grad_gain is not None and grad_shift is not None:
                     grad_gain[:, diagonals] += found.gain
                     grad_shift[:, diagonals] += found.shift
+                del call, found  # memory of one block at a time
+            visiting.clear()
             if returning is not None:
-                _add_home(ring, *returning, home, grad_key, grad_value)
-            returning = (step, ring.return_home(step, grads, grad_key, grad_value)) if step else None
+                _add_home(ring, *returning, home)
+                returning = None
+            if hop is not None:
+                returning = (hop, ring.return_home(hop, flat, grad_key, grad_value))
         if returning is not None:
-            _add_home(ring, *returning, home, grad_key, grad_value)
+            _add_home(ring, *returning, home)
         return (
             grad_query.to(query.dtype),
             grad_key.to(key.dtype),
@@ -185,47 +228,45 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(total)
 
 
-def _add_home(ring: Ring, step: int, exchange: Exchange, home: dict[Segment, Pair], key: Tensor, value: Tensor) -> None:
+def _add_home(ring: Ring, hop: Hop, exchange: Exchange, home: dict[Segment, Pair]) -> None:
     """Wait for the gradients of this rank's keys from the rank that they visited, and add them."""
-    visited = (ring.rank + step) % ring.size
-    for segment, pair in _unpacked(exchange.wait(), ring.plan.needed(visited, ring.rank), key, value).items():
-        for total, part in zip(home[segment], pair, strict=True):
+    message, own = exchange.wait(), ring.visited(hop)
+    if message is not None and own is not None:
+        for total, part in zip(home[own], _views(message, own, *home[own]), strict=True):
             total += part
 
 
-def _send(exchange: Exchange, to: int, pairs: list[Pair]) -> None:
-    if pairs:
-        exchange.send(torch.cat([x.reshape(-1) for pair in pairs for x in pair]), to)
+def _gradients(visiting: dict[Segment, Pair], key: Tensor, value: Tensor) -> tuple[Tensor | None, dict[Segment, Pair]]:
+    """Zeros for the gradients of a visiting segment: the message that they will be, and views of it."""
+    for segment in visiting:
+        flat = _flat(segment, key, value, compute_dtype(key)).zero_()
+        return flat, {segment: _views(flat, segment, key, value)}
+    return None, {}
 
 
-def _receive(
-    exchange: Exchange, source: int, key: Tensor, value: Tensor, segments: tuple[Segment, ...], dtype: torch.dtype
-) -> None:
-    if segments:
-        each = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
-        exchange.receive(key.new_empty(0, dtype=dtype), each * sum(segment.length for segment in segments), source)
+def _tag(hop: Hop, direction: int) -> int:
+    """A message's number, different for all messages of a pass; a rank has at most two segments."""
+    step, number = hop
+    return 4 * step + 2 * number + direction
 
 
-def _unpacked(message: Tensor | None, segments: tuple[Segment, ...], key: Tensor, value: Tensor) -> dict[Segment, Pair]:
-    """The keys and values of a flat message by segment: views of it."""
-    found: dict[Segment, Pair] = {}
-    if message is None:
-        return found
-    done = 0
-    for segment in segments:
-        views = []
-        for like in (key, value):
-            shape = (*like.shape[:2], segment.length, like.shape[3])
-            count = shape[0] * shape[1] * shape[2] * shape[3]
-            views.append(message[done : done + count].view(shape))
-            done += count
-        found[segment] = (views[0], views[1])
-    return found
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """Keys and values of a segment as one message."""
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _flat(segment: Segment, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty message for a segment of tensors like these."""
+    each = key.shape[0] * key.shape[1] * (key.shape[3] + value.shape[3])
+    return key.new_empty(each * segment.length, dtype=dtype)
+
+
+def _views(message: Tensor, segment: Segment, key: Tensor, value: Tensor) -> Pair:
+    """The keys and values of a message: views of it in the shapes of tensors like these."""
+    shapes = [(*x.shape[:2], segment.length, x.shape[3]) for x in (key, value)]
+    first, second = message.split([math.prod(shape) for shape in shapes])
+    return first.view(shapes[0]), second.view(shapes[1])
 
 
 def _columns(x: Tensor | None, segment: Segment) -> Tensor | None:
     return None if x is None else x[:, segment.start : segment.stop]
-
-
-def _zeros(x: Tensor) -> Tensor:
-    return x.new_zeros(x.shape, dtype=compute_dtype(x))
