@@ -8,10 +8,14 @@ KEPT = 32
 """Of the shared cases, one in so many runs on the Triton kernels by default: their interpreter is slow."""
 
 
+def _runs_triton(item) -> bool:
+    given = getattr(item, "callspec", None)
+    return given is not None and "triton" in (given.params.get("backend"), given.params.get("engine"))
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        given = getattr(item, "callspec", None)
-        if given and given.params.get("backend") == "triton" and zlib.crc32(item.nodeid.encode()) % KEPT:
+        if _runs_triton(item) and zlib.crc32(item.nodeid.encode()) % KEPT:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.exhaustive)
 
@@ -19,8 +23,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _triton_blocks(request, monkeypatch):
     """The shared cases run on few and large blocks: an interpreter takes as long for a small one."""
-    given = getattr(request.node, "callspec", None)
-    if given and given.params.get("backend") == "triton" and importlib.util.find_spec("triton"):
+    if _runs_triton(request.node) and importlib.util.find_spec("triton"):
         from scaleinv.ops.triton import configs
 
         monkeypatch.setattr(configs, "choose", lambda *_: configs.Config(64, 64, 4, 1))

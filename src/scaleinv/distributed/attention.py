@@ -19,7 +19,6 @@ from scaleinv.logits import LogitTransform
 from scaleinv.ops import registry
 from scaleinv.ops.call import DTYPES, Call, checked, query_gain_of
 from scaleinv.ops.masks import FAR, Geometry
-from scaleinv.ops.operator import ENGINES
 
 
 @overload
@@ -116,10 +115,13 @@ def attention(
     split = Split(ranks * call.geometry.keys, ranks, layout)
     ids = None if document_ids is None else document_ids.to(torch.int64)  # ranks may hold different integer types
     plan = Plan(split, causal, window, *(_whole(x, split, mesh) for x in (ids, key_mask)))
-    ring = Ring(plan, mesh, mesh.get_local_rank(), _engine(backend, call), call.scale, current_traffic())
     whole = Geometry.of(split.length, split.length, 0, causal, window)
     gain, shift = whole.diagonal_tables(call.logits, call.compute_dtype, call.device)
-    out, lse = RingAttention.apply(_with_gain(call, plan, whole, ring.rank), call.key, call.value, gain, shift, ring)
+    rank = mesh.get_local_rank()
+    call = dataclasses.replace(call, query=_with_gain(call, plan, whole, rank))
+    engine = registry.choose(backend, call, in_blocks=True).name
+    ring = Ring(plan, mesh, rank, engine, call.scale, current_traffic())
+    out, lse = RingAttention.apply(call.query, call.key, call.value, gain, shift, ring)
     out = out.to(call.value.dtype)
     return (out, lse) if return_lse else out
 
@@ -150,12 +152,6 @@ def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None,
 def _whole(x: Tensor | None, split: Split, mesh: DeviceMesh) -> Tensor | None:
     """A mask of the whole sequence, ``[B, N]``, from each rank's part."""
     return None if x is None else split.join(all_parts(x, mesh), dim=1)
-
-
-def _engine(backend: str, call: Call) -> str:
-    """The first backend that can compute blocks of this call; ValueError if the one asked for cannot."""
-    found = registry.choose(backend, call, among=ENGINES)
-    return found.name
 
 
 def _with_gain(call: Call, plan: Plan, whole: Geometry, rank: int) -> Tensor:

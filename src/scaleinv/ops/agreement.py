@@ -132,10 +132,9 @@ def machine(module: Any, device: torch.device) -> dict[str, str]:
 
 
 def _source(module: Any) -> str:
-    """A digest of a backend's files."""
-    path = Path(module.__file__)
+    """A digest of the files in a backend's folder."""
     digest = hashlib.sha256()
-    for file in sorted(path.parent.glob("*.py")) if path.stem == "__init__" else [path]:
+    for file in sorted(Path(module.__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

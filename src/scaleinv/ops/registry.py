@@ -11,13 +11,13 @@ To add one, write its file and add its line to `BACKENDS`. The shared cases of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
 from typing import Protocol
 
 from torch import Tensor
 
 from scaleinv.ops import agreement, blocked, flex, native, reference, triton
 from scaleinv.ops.call import Call
+from scaleinv.ops.triton import blocks
 
 
 class Module(Protocol):
@@ -40,6 +40,9 @@ class Backend:
     proven: bool = False
     """Whether `auto` chooses it only after it has agreed with the reference on this machine."""
 
+    engine: Module | None = None
+    """What runs a call as the blocks of a longer sequence are run; None if the backend computes no such blocks."""
+
     def answers_to(self, name: str, device: str) -> bool:
         """Whether a request for ``name`` on that type of device may be served by this backend."""
         if name == "auto":
@@ -48,10 +51,10 @@ class Backend:
 
 
 BACKENDS = (
-    Backend("triton", triton, auto_on=("cuda",), proven=True),
+    Backend("triton", triton, auto_on=("cuda",), proven=True, engine=blocks),
     Backend("flex", flex, auto_on=("cuda",)),
-    Backend("blocked-native", native, family="blocked"),
-    Backend("blocked-torch", blocked, family="blocked"),
+    Backend("blocked-native", native, family="blocked", engine=native),
+    Backend("blocked-torch", blocked, family="blocked", engine=blocked),
     Backend("reference", reference, auto_on=()),
 )
 
@@ -62,22 +65,24 @@ NAMES = tuple(
 """What the argument ``backend`` of `scaleinv.attention` takes."""
 
 
-def choose(name: str, call: Call, among: Container[str] | None = None) -> Backend:
+def choose(name: str, call: Call, in_blocks: bool = False) -> Backend:
     """The first backend that answers to ``name`` and can serve the call; ValueError with the reason if none can.
 
-    ``among`` leaves out backends of other names: not all can compute one block of a longer sequence.
+    Args:
+        in_blocks: only those that can compute one block of a longer sequence.
     """
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {name!r}")
     obstacles = []
     for backend in BACKENDS:
         if backend.answers_to(name, call.device.type):
-            if among is not None and backend.name not in among:
+            module = backend.engine if in_blocks else backend.module
+            if module is None:
                 obstacles.append(f"{backend.name} cannot compute part of a sequence")
                 continue
-            obstacle = backend.module.obstacle(call)
+            obstacle = module.obstacle(call)
             if obstacle is None and name == "auto" and backend.proven:
-                obstacle = agreement.doubt(backend.module, call)
+                obstacle = agreement.doubt(module, call)
             if obstacle is None:
                 return backend
             obstacles.append(obstacle)

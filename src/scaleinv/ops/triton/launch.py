@@ -182,25 +182,37 @@ def backward(
         if table_grads and problem.gain is not None and problem.shift is not None:
             tables = [torch.zeros_like(problem.gain), torch.zeros_like(problem.shift)]
         return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), grad_scale.zero_(), tables[0], tables[1]
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    given = outer(problem, grad_out, lse2, delta)
     with _device(query):
-        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-        grad_out = rows(grad_out.to(query.dtype))
-        _delta(grad_out, out, lse, grad_lse.contiguous(), delta, lse2)
-        outer = {"grad_out": grad_out, **strides("g", grad_out), "lse2": lse2, "delta": delta}
-        flags = {"TABLE": problem.gain is not None, "unit": problem.scale}
-        if problem.gain is not None:
-            flags["unit"] = math.log(2)  # the packed a holds the scale and log2(e)
+        _delta(given["grad_out"], out, lse, grad_lse.contiguous(), delta, lse2)
+    gradients(problem, given, grads, grad_scale)
+    if table_grads:
+        tables = _table_gradients(problem, given)
+    return grads[0], grads[1], grads[2], grad_scale, tables[0], tables[1]
+
+
+def outer(problem: Problem, grad_out: Tensor, lse2: Tensor, delta: Tensor) -> dict[str, Any]:
+    """What the backward kernels take of the whole softmax: gradient, logsumexp in base 2 and delta of each row."""
+    grad_out = rows(grad_out.to(problem.query.dtype))
+    return {"grad_out": grad_out, **strides("g", grad_out), "lse2": lse2, "delta": delta}
+
+
+def gradients(problem: Problem, given: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
+    """Fill the gradients of query, key, value and c, each in its own dtype; `given` is what `outer` made."""
+    query, key = problem.query, problem.key
+    flags = {"TABLE": problem.gain is not None, "unit": problem.scale}
+    if problem.gain is not None:
+        flags["unit"] = math.log(2)  # the packed a holds the scale and log2(e)
+    with _device(query):
         config = problem.config("keys-values")
         grid = (triton.cdiv(key.shape[2], config.block_n) * key.shape[0] * key.shape[1],)
-        given = problem.arguments(spans="query") | outer | flags | _tiles(config)
-        key_value_kernel[grid](**given, grad_key=grads[1], grad_value=grads[2])
+        shared = problem.arguments(spans="query") | given | flags | _tiles(config)
+        key_value_kernel[grid](**shared, grad_key=grads[1], grad_value=grads[2])
         config = problem.config("queries")
         grid = (triton.cdiv(query.shape[2], config.block_m) * query.shape[0] * query.shape[1],)
-        given = problem.arguments(spans="key") | outer | flags | _tiles(config)
-        query_kernel[grid](**given, grad_query=grads[0], grad_query_gain=grad_scale, TAIL=problem.tail)
-        if table_grads:
-            tables = _table_gradients(problem, outer)
-    return grads[0], grads[1], grads[2], grad_scale, tables[0], tables[1]
+        shared = problem.arguments(spans="key") | given | flags | _tiles(config)
+        query_kernel[grid](**shared, grad_query=grads[0], grad_query_gain=grad_scale, TAIL=problem.tail)
 
 
 def _delta(grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor, delta: Tensor, lse2: Tensor) -> None:
@@ -230,26 +242,32 @@ def _decode(problem: Problem, out: Tensor, lse: Tensor, flags: dict[str, bool]) 
     merge_kernel[(lse.numel(),)](**parts, out=out, lse=lse, rows=lse.numel(), splits=splits, **sizes)
 
 
-def _table_gradients(problem: Problem, outer: dict[str, Any]) -> list[Tensor]:
-    assert problem.gain is not None
-    assert problem.shift is not None
+def diagonal_sums(problem: Problem, given: dict[str, Any]) -> Tensor:
+    """Sums of ``dL · q·k`` and ``dL`` along the diagonals, ``[H, 2, Nq + Nk - 1]``, from the smallest distance on."""
     geometry, heads = problem.geometry, problem.query.shape[1]
     config = problem.config("tables")
     size = config.block_m
     key_tiles = triton.cdiv(geometry.keys, size)
     diagonals = triton.cdiv(geometry.queries, size) + key_tiles - 1
     sums = problem.query.new_empty(heads, diagonals, 2, 2, size, dtype=torch.float32)
-    given = problem.arguments(spans=None) | outer
+    shared = problem.arguments(spans=None) | given
     launch = {"num_warps": config.warps, "num_stages": config.stages, "SIZE": size}
-    table_kernel[(heads * diagonals,)](**given, sums=sums, batches=problem.query.shape[0], **launch)
+    with _device(problem.query):
+        table_kernel[(heads * diagonals,)](**shared, sums=sums, batches=problem.query.shape[0], **launch)
     # A tile diagonal's negative distances are the previous one's positive ones.
     joined = torch.zeros(heads, diagonals + 1, 2, size, dtype=torch.float32, device=sums.device)
     joined[:, 1:] += sums[:, :, :, 0]
     joined[:, :-1] += sums[:, :, :, 1]
     along = joined.transpose(1, 2).flatten(2)  # [H, 2, distances], from -key_tiles · size on
     start = key_tiles * size - (geometry.keys - 1)
-    along = along[:, :, start : start + geometry.queries + geometry.keys - 1]
-    distance = torch.arange(geometry.first, geometry.last + 1, device=sums.device)
+    return along[:, :, start : start + geometry.queries + geometry.keys - 1]
+
+
+def _table_gradients(problem: Problem, given: dict[str, Any]) -> list[Tensor]:
+    assert problem.gain is not None
+    assert problem.shift is not None
+    geometry, along = problem.geometry, diagonal_sums(problem, given)
+    distance = torch.arange(geometry.first, geometry.last + 1, device=along.device)
     keep = geometry.visible(distance)
     index = distance.abs().clamp_max(problem.gain.shape[1] - 1)
     factors = (problem.scale, 1.0)

@@ -29,9 +29,17 @@ class Segments:
     hides_keys: bool
 
 
-def segments(document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry) -> Segments | None:
-    """Segments of a call; None where every query may see every key."""
-    if document_ids is not None:
+def segments(
+    document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geometry, query_ids: Tensor | None = None
+) -> Segments | None:
+    """Segments of a call; None where every query may see every key.
+
+    Args:
+        query_ids: documents of the queries ``[B, Nq]`` if their positions are not among the keys.
+    """
+    if document_ids is not None and query_ids is not None:
+        queries, rank = _dense(torch.cat([query_ids, document_ids], 1)).split([geometry.queries, geometry.keys], dim=1)
+    elif document_ids is not None:
         rank = _dense(document_ids)
         queries = query_documents(rank, geometry.offset, geometry.queries)
     elif key_mask is not None:
@@ -39,8 +47,9 @@ def segments(document_ids: Tensor | None, key_mask: Tensor | None, geometry: Geo
         queries = rank.new_zeros(rank.shape[0], geometry.queries)
     else:
         return None
-    first_key, last_key = _extent(rank, key_mask, geometry.keys)
-    first_query, last_query = _extent(queries, None, geometry.keys)
+    documents = geometry.keys if query_ids is None else geometry.queries + geometry.keys
+    first_key, last_key = _extent(rank, key_mask, documents)
+    first_query, last_query = _extent(queries, None, documents)
     keys = rank if key_mask is None else rank.masked_fill(~key_mask, -1)
     return Segments(
         query=_small(queries),
