@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import scaleinv
-from scaleinv.ops import agreement, blocked, native, reference, registry
+from scaleinv.ops import agreement, blocked, native, reference, registry, triton
 
 CPU = torch.device("cpu")
 
@@ -27,12 +27,11 @@ def test_right_backends_agree(module, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("module", [triton, triton.blocks], ids=["triton", "triton in blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_triton_kernel_agrees(dtype):
+def test_the_triton_kernel_agrees(module, dtype):
     pytest.importorskip("triton")
-    from scaleinv.ops import triton
-
-    assert agreement.differs(triton, CPU, dtype, 16) is None
+    assert agreement.differs(module, CPU, dtype, 16) is None
 
 
 def spoiled(which):
@@ -93,6 +92,16 @@ class TestAuto:
         assert len(calls) == 1
         scaleinv.which_backend(x.bfloat16(), x.bfloat16(), x.bfloat16())
         assert len(calls) == 2
+
+    def test_one_that_computes_blocks_is_checked_in_blocks(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(agreement, "differs", lambda module, *given: calls.append(module))
+        monkeypatch.setattr(triton.blocks, "obstacle", lambda call: None)
+        first = registry.Backend("triton", triton, auto_on=("cpu",), proven=True, engine=triton.blocks)
+        monkeypatch.setattr(registry, "BACKENDS", (first, *registry.BACKENDS))
+        x = torch.randn(1, 2, 5, 16)
+        assert registry.choose("auto", agreement.plain_call(x, x, x), in_blocks=True).name == "triton"
+        assert calls == [triton.blocks]
 
     def test_a_wrong_one_is_left_with_one_warning(self, put_first):
         put_first(spoiled("output"))
