@@ -56,16 +56,16 @@ def tiny(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    """Starts a run in a process of its own, or in several under torchrun."""
+    """Starts a run in a process of its own, or in several under torchrun; ``fail`` as in worker.py."""
     running = []
 
-    def begin(config: train.TrainConfig, *, resume: bool = False, ranks: int = 1) -> subprocess.Popen:
+    def begin(config: train.TrainConfig, *, resume: bool = False, ranks: int = 1, fail: str = "") -> subprocess.Popen:
         path = tmp_path / f"config-{len(running)}.json"
         path.write_text(json.dumps(config.to_json()))
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [str(WORKER), str(path)] + (["resume"] if resume else [])
+        command += [str(WORKER), str(path)] + ["resume"] * resume + [fail] * bool(fail)
         shown = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # a crash shows its stack
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=shown)
         running.append(process)

@@ -68,6 +68,22 @@ def test_sequences_that_cannot_be_shared_are_refused(tiny, start, ranks, length,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "fail"), [("ddp", "killed"), ("fsdp", "raises")])
+def test_a_lost_rank_ends_the_others_and_the_run_resumes(tiny, start, tmp_path, parallel, fail):
+    whole = tiny(out=str(tmp_path / "whole"))
+    train.run(whole)
+    config = dataclasses.replace(whole, out=str(tmp_path / "lost"), context_parallel=2, parallel=parallel)
+    process = start(config, ranks=4, fail=fail)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert output.count(f"to continue from the last checkpoint: scaleinv train --resume {config.out}") == 3, output
+    assert ("a mistake on this rank alone" in output) == (fail == "raises")
+    resumed = finish(start(dataclasses.replace(config, context_parallel=1), resume=True))
+    assert "at step 2" in resumed
+    assert losses(config.out) == pytest.approx(losses(whole.out), rel=1e-5)
+
+
+@pytest.mark.slow
 def test_evaluation_over_ranks_equals_one_process(tiny, tmp_path):
     config = tiny(steps=4)
     train.run(config)

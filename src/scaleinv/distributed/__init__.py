@@ -11,7 +11,7 @@
 from scaleinv.distributed.attention import attention
 from scaleinv.distributed.collect import gather, shard
 from scaleinv.distributed.context import Context
-from scaleinv.distributed.exchange import Traffic, counted
+from scaleinv.distributed.exchange import RankLost, Traffic, counted
 from scaleinv.distributed.layout import Split
 
-__all__ = ["Context", "Split", "Traffic", "attention", "counted", "gather", "shard"]
+__all__ = ["Context", "RankLost", "Split", "Traffic", "attention", "counted", "gather", "shard"]

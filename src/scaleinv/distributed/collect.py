@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scaleinv.distributed.exchange import check_agreement
+from scaleinv.distributed.exchange import check_agreement, explained
 from scaleinv.distributed.layout import Layout, Split
 
 
@@ -55,7 +55,8 @@ def all_parts(part: Tensor, mesh: DeviceMesh) -> list[Tensor]:
     """Every rank's part, in the order of ranks."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(mesh.size())]
-    dist.all_gather(parts, part, group=mesh.get_group())
+    with explained(f"rank {mesh.get_local_rank()} of the context mesh"):
+        dist.all_gather(parts, part, group=mesh.get_group())
     return parts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import re
 import time
 from collections.abc import Iterator, Mapping
 
@@ -71,14 +72,14 @@ class Exchange:
     def start(self) -> Exchange:
         """Start sending and receiving the messages."""
         if self.operations:
-            with _explained(self.mesh):
+            with explained(_name(self.mesh)):
                 self.requests = dist.batch_isend_irecv(self.operations)
         return self
 
     def wait(self) -> Tensor | None:
         """Wait until all is sent and received; returns the received message, flat."""
         began = time.monotonic()
-        with _explained(self.mesh):
+        with explained(_name(self.mesh)):
             for request in self.requests:
                 request.wait()
         if self.traffic is not None:
@@ -99,7 +100,7 @@ def check_agreement(mesh: DeviceMesh, values: Mapping[str, float], device: torch
         return
     own = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     everyone = [torch.empty_like(own) for _ in range(mesh.size())]
-    with _explained(mesh):
+    with explained(_name(mesh)):
         dist.all_gather(everyone, own, group=mesh.get_group())
     table = torch.stack(everyone).cpu()
     for column, name in enumerate(values):
@@ -109,14 +110,28 @@ def check_agreement(mesh: DeviceMesh, values: Mapping[str, float], device: torch
             raise ValueError(f"{name} must be the same on every rank of the mesh, got [{shown}] on ranks 0, 1, …")
 
 
+def _name(mesh: DeviceMesh) -> str:
+    return f"rank {mesh.get_local_rank()} of the context mesh"
+
+
+class RankLost(RuntimeError):
+    """Another rank died, stopped or called something else."""
+
+
 @contextlib.contextmanager
-def _explained(mesh: DeviceMesh) -> Iterator[None]:
-    """Turn the network library's errors into one line that says what happened."""
+def explained(who: str) -> Iterator[None]:
+    """Turn the network library's errors into a `RankLost` that says in one line what happened to ``who``."""
     try:
         yield
+    except RankLost:
+        raise
     except RuntimeError as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise RuntimeError(
-            f"rank {mesh.get_local_rank()} of the context mesh lost another rank: it died, stopped or called something "
-            f"else ({reason})"
-        ) from error
+        if not isinstance(error, dist.DistError) and not _NETWORK.search(str(error)):
+            raise
+        line = next((line for line in str(error).splitlines() if _NETWORK.search(line)), type(error).__name__)
+        reason = _NOISE.sub("", line).strip().rstrip(".")
+        raise RankLost(f"{who} lost another rank: it died, stopped or called something else ({reason})") from error
+
+
+_NETWORK = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out", re.IGNORECASE)
+_NOISE = re.compile(r"\[\S*\.(cc|cpp|h):\d+\]|This is typically caused by.*|Check the logs of.*")

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleinv.data import document_ids
 from scaleinv.distributed import Context
+from scaleinv.distributed.exchange import explained
 from scaleinv.distributed.layout import Layout
 
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -86,6 +87,10 @@ class World:
         if self.size > 1:
             dist.barrier()
 
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the loss of another rank raises `scaleinv.distributed.RankLost`, in one line."""
+        return explained(f"rank {self.rank} of {self.size}")
+
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
         """Rank 0 runs the body before the others, which find what it cached on disk. They run it even if it failed."""
@@ -144,7 +149,9 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
             shape = (size // context_parallel, context_parallel)
             mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=("data", "context"))
             context = Context(mesh["context"], layout)
-        yield World(rank, size, chosen, context)
+        here = World(rank, size, chosen, context)
+        with here.watched():
+            yield here
         if started:
             # With Gloo, a rank can fail in its last collective when another has left: wait until all are out of it.
             board.set(f"out of the last collective: {rank}", "")

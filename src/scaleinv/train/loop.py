@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scaleinv.constants import TAU
+from scaleinv.distributed import RankLost
 from scaleinv.files import locked, remove_leftovers
 from scaleinv.logits import ScaleInvariant
 from scaleinv.model import GPT
@@ -58,8 +59,14 @@ def run(config: TrainConfig, *, resume: bool = False, progress: Callable[[str], 
     config = copy.deepcopy(config)  # the run fills in the vocabulary
     if not resume:
         _check_method(config)
-    with world(config.device, config.context_parallel, config.context_layout) as here, contextlib.ExitStack() as stack:
-        return _Run(config, here, progress if here.first else lambda text: None).go(resume, stack)
+    settings = config.device, config.context_parallel, config.context_layout
+    try:
+        with world(*settings) as here, contextlib.ExitStack() as stack:
+            return _Run(config, here, progress if here.first else lambda text: None).go(resume, stack)
+    except RankLost as error:
+        raise RankLost(
+            f"{error}; to continue from the last checkpoint: scaleinv train --resume {config.out}"
+        ) from error
 
 
 def _check_method(config: TrainConfig) -> None:
@@ -95,7 +102,7 @@ class _Run:
         if step and here.any(here.first and store.weights_step(self.folder) != step):
             self._write_weights(step, self._weights())
         self._announce(step)
-        with _signals() as caught:
+        with _signals() as caught, here.watched():
             return self._train(step, caught)
 
     def _open_folder(self, resume: bool, stack: contextlib.ExitStack) -> None:
@@ -317,6 +324,9 @@ def _signals() -> Iterator[list[int]]:
         return
     try:
         yield caught
+    except RankLost:
+        del previous[signal.SIGTERM]  # torchrun sends it to all ranks if one fails: let this one say why it ends
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
