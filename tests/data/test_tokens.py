@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleinv.data import TokenData, document_ids, write_shard
+from scaleinv.distributed.layout import Split
 
 TOTAL = 1000
 Order = Literal["random", "sequential"]
@@ -153,3 +154,24 @@ def test_document_ids() -> None:
     ids = document_ids(tokens, end_of_text=9)
     assert ids.dtype == torch.int32
     assert ids.tolist() == [[1, 1, 2, 3, 3], [0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_reads_its_part_of_each_sequence_alone(
+    data: TokenData, monkeypatch: pytest.MonkeyPatch, ranks: int, layout: Literal["zigzag", "contiguous"]
+) -> None:
+    """Targets cross the borders: the last one of a run is the first token of another rank's."""
+    length, rows, step = 60, 4, 7  # the second epoch, in which a window continues at the stream's beginning
+    split = Split(length, ranks, layout)
+    inputs, targets = data.batch(step, rows, length)
+    reads: list[int] = []
+    original = data.read
+    monkeypatch.setattr(data, "read", lambda start, count: reads.append(count) or original(start, count))
+    for rank in range(ranks):
+        runs = [(segment.start, segment.length) for segment in split.segments(rank)]
+        reads.clear()
+        part = data.batch(step, rows, length, runs=runs)
+        assert sum(reads) == rows * (split.part + len(runs))  # and the target after each run
+        for whole, held in zip((inputs, targets), part, strict=True):
+            assert torch.equal(held, split.take(whole, rank, dim=1))
