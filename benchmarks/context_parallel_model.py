@@ -43,6 +43,9 @@ LINK = 0.8
 LATENCY = 20e-6
 """Seconds before a message moves, launch included."""
 
+HOP = 5e-6
+"""Seconds for each further rank that a collective of many ranks goes through."""
+
 FORWARD, BACKWARD = 1.0, 2.5
 """Matrix products of the backward against the forward: five against two."""
 
@@ -66,36 +69,64 @@ class Shape:
 
 
 def speed(gpu: GPU, ranks: int) -> float:
-    """Bytes per second between neighbours: the slowest link of the ring."""
+    """Bytes per second from one GPU to another: over several nodes, each GPU has its own link to the network."""
     return LINK * (gpu.nvlink if ranks <= gpu.node else gpu.network)
 
 
-def received(shape: Shape, ranks: int, rank: int) -> list[float]:
-    """Tokens that a rank receives in each step of the ring, by the plan."""
-    plan = Plan(Split(shape.length, ranks, "zigzag"), causal=True, window=None)
-    return [
-        float(sum(segment.length for segment in plan.needed(rank, (rank - step) % ranks))) for step in range(1, ranks)
-    ]
+def gathering_speed(gpu: GPU, ranks: int) -> float:
+    """Bytes per second into each GPU if all gather the same: they enter a node once, over all of its links."""
+    return LINK * (gpu.nvlink if ranks <= gpu.node else min(gpu.nvlink, gpu.node * gpu.network))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a rank receives and sends in one step of the ring, in tokens and messages, by the plan."""
+
+    tokens_in: int
+    tokens_out: int
+    messages: int
+
+    @staticmethod
+    def of(plan: Plan, rank: int, step: int) -> Step:
+        ranks = plan.split.ranks
+        coming = plan.needed(rank, (rank - step) % ranks)
+        going = plan.needed((rank + step) % ranks, rank)
+        return Step(sum(x.length for x in coming), sum(x.length for x in going), max(len(coming), len(going)))
 
 
 def ring(shape: Shape, gpu: GPU, ranks: int) -> float:
-    """Seconds of forward and backward: each step takes the longer of its computation and its messages."""
-    step = shape.flops() / ranks / ranks / (EFFICIENCY * gpu.flops)
-    total = (FORWARD + BACKWARD) * step  # the rank's own block, with nothing to wait for
-    for tokens in received(shape, ranks, rank=ranks // 2):
-        elements = shape.kv(tokens)
-        forward = LATENCY + elements * BF16 / speed(gpu, ranks)
-        # The keys travel again, and their gradients return to their owners.
-        backward = LATENCY + elements * (BF16 + FP32) / speed(gpu, ranks)
-        total += max(FORWARD * step, forward) + max(BACKWARD * step, backward)
-    return total
+    """Seconds of forward and backward on the slowest rank: a step takes the longer of computation and messages.
+
+    Rank 0 receives most and the last rank sends most, since late queries see all keys.
+    """
+    plan = Plan(Split(shape.length, ranks, "zigzag"), causal=True, window=None)
+    compute = shape.flops() / ranks / ranks / (EFFICIENCY * gpu.flops)
+    rate = speed(gpu, ranks)
+    slowest = 0.0
+    for rank in {0, ranks // 2, ranks - 1}:
+        total = (FORWARD + BACKWARD) * compute  # the rank's own block, with nothing to wait for
+        for step in (Step.of(plan, rank, number) for number in range(1, ranks)):
+            coming, going = shape.kv(step.tokens_in), shape.kv(step.tokens_out)
+            forward = step.messages * LATENCY + max(coming, going) * BF16 / rate
+            # The keys travel again. Gradients go the other way: those of what came are sent, of what went received.
+            into, out = coming * BF16 + going * FP32, going * BF16 + coming * FP32
+            backward = step.messages * LATENCY + max(into, out) / rate
+            total += max(FORWARD * compute, forward) + max(BACKWARD * compute, backward)
+        slowest = max(slowest, total)
+    return slowest
 
 
 def all_gather(shape: Shape, gpu: GPU, ranks: int) -> float:
     """Seconds if all keys come first, and gradients are reduced last: nothing is hidden."""
     compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
     elements = shape.kv(shape.length * (ranks - 1) / ranks)
-    return compute + 3 * LATENCY + elements * (BF16 + BF16 + FP32) / speed(gpu, ranks)
+    collectives = 3 * (LATENCY + (ranks - 1) * HOP)
+    return compute + collectives + elements * (BF16 + BF16 + FP32) / gathering_speed(gpu, ranks)
+
+
+def gathered(shape: Shape) -> float:
+    """Bytes that each rank holds if it gathers all keys: with their gradients in float32, in the backward."""
+    return shape.kv(shape.length) * (BF16 + FP32)
 
 
 def exchange(shape: Shape, gpu: GPU, ranks: int) -> float | None:
@@ -105,14 +136,15 @@ def exchange(shape: Shape, gpu: GPU, ranks: int) -> float | None:
     compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
     tokens = shape.length / ranks * (ranks - 1) / ranks
     elements = tokens * 2 * (shape.heads + shape.kv_heads) * shape.head_dim  # q, k, v there, out back
-    return compute + 4 * LATENCY + elements * (BF16 + BF16) / speed(gpu, ranks)  # as much in the backward
+    collectives = 4 * (LATENCY + (ranks - 1) * HOP)
+    return compute + collectives + elements * (BF16 + BF16) / speed(gpu, ranks)  # as much in the backward
 
 
 def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int, kv_heads: int, head_dim: int) -> str:
     gpu = GPUS[gpu_name]
     lines = [
         f"{gpu_name}: {heads} heads, {kv_heads} key heads, head dim {head_dim}, one layer, forward and backward",
-        f"{'tokens':>10}{'GPUs':>6}{'compute':>10}{'ring':>10}{'all-gather':>12}{'heads':>10}{'ring/own':>10}  best",
+        f"{'tokens':>10}{'GPUs':>6}{'compute':>10}{'ring':>10}{'all-gather':>12}{'heads':>10}{'gathered':>10}  best",
     ]
     for length in lengths:
         for ranks in rank_counts:
@@ -127,7 +159,7 @@ def table(gpu_name: str, lengths: list[int], rank_counts: list[int], heads: int,
             cells = [_time(time) for time in (compute, *times.values())]
             lines.append(
                 f"{length:>10,}{ranks:>6}{cells[0]:>10}{cells[1]:>10}{cells[2]:>12}{cells[3]:>10}"
-                f"{times['ring'] / compute:>10.2f}  {best}"
+                f"{gathered(shape) / 1e9:>7.1f} GB  {best}"
             )
     return "\n".join(lines)
 
