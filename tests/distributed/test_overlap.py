@@ -1,5 +1,7 @@
 """While a block is computed, the next one is on its way."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Recorded:
         def __init__(self, mesh: object, tag: int, traffic: object) -> None:
-            self.name = f"{'gradients' if tag % 2 else 'keys'} {tag // 4}"
+            self.name = f"{'gradients' if tag % 2 else 'keys'} {tag // 4}" + ".back" * (tag // 2 % 2)
             self.received: torch.Tensor | None = None
 
         def send(self, x: torch.Tensor, to: int) -> None:
@@ -64,3 +66,21 @@ def test_the_next_block_travels_while_this_one_is_computed(events: list[str]) ->
         "start gradients 2",
         "wait gradients 2",
     ]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_segments_that_do_not_come_delay_nothing(events: list[str], rank: int) -> None:
+    """With zigzag some hops bring nothing: what comes after them is on its way all the same."""
+    plan = Plan(Split(16, 4, "zigzag"), True, None)
+    hidden = torch.arange(31) > 15
+    tables = torch.ones(1, 31).masked_fill(hidden, 0), torch.zeros(1, 31).masked_fill(hidden, -torch.inf)
+    x = [torch.randn(1, 1, 4, 4, requires_grad=True) for _ in range(3)]
+    ring = Ring(plan, None, rank, "blocked-torch", 0.5, None)
+    out, _ = RingAttention.apply(*x, *tables, ring)
+    out.sum().backward()
+    both = "".join(f"{event}\n" for event in events).split("start keys 1\n")[1:]
+    bringing = [f"{step}{'.back' * number}" for step, number in ring.hops() if ring.visitor((step, number))]
+    for lines in (("start keys 1\n" + part).splitlines() for part in both):
+        for this, following in itertools.pairwise(bringing):
+            computed = lines.index("compute", lines.index(f"wait keys {this}"))
+            assert lines.index(f"start keys {following}") < computed

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,17 +101,26 @@ class Ring:
             exchange.receive(_flat(own, key, value, compute_dtype(key)), (self.rank + step) % self.size)
         return exchange.start()
 
+    @property
+    def ahead(self) -> int:
+        """How many hops are in flight while a block is computed: all segments of the next rank.
+
+        With zigzag a rank needs one segment of some ranks, so the very next hop may bring nothing. All ranks must start
+        their messages in the same order, so none may look further ahead than the others.
+        """
+        return len(self.plan.split.segments(self.rank))
+
     def visits(self, key: Tensor, value: Tensor) -> Iterator[tuple[Hop | None, dict[Segment, Pair]]]:
         """Keys and values by segment: this rank's own, then each hop's, while those of the next are in flight."""
         held, hops = self.local(key, value), self.hops()
         packed = {own: _packed(*held[own]) for own in held if any(self.visited(hop) == own for hop in hops)}
-        coming = self.pass_on(hops[0], packed, key, value) if hops else None
+        coming = deque(self.pass_on(hop, packed, key, value) for hop in hops[: self.ahead])
         yield None, held
         for place, hop in enumerate(hops):
-            assert coming is not None
-            message, segment = coming.wait(), self.visitor(hop)
-            coming = self.pass_on(hops[place + 1], packed, key, value) if place + 1 < len(hops) else None
-            if coming is None:
+            message, segment = coming.popleft().wait(), self.visitor(hop)
+            if place + self.ahead < len(hops):
+                coming.append(self.pass_on(hops[place + self.ahead], packed, key, value))
+            if not coming:
                 packed.clear()
             visiting = {} if message is None or segment is None else {segment: _views(message, segment, key, value)}
             del message  # the caller may free it before it asks for the next
@@ -180,7 +190,7 @@ class RingAttention(torch.autograd.Function):
         grad_query, grad_key, grad_value = (x.new_zeros(x.shape, dtype=compute_dtype(x)) for x in (query, key, value))
         grad_gain, grad_shift = (torch.zeros_like(x) if table_grads else None for x in (gain, shift))
         home = ring.local(grad_key, grad_value)  # views: arriving gradients are added in place
-        returning: tuple[Hop, Exchange] | None = None
+        returning: deque[tuple[Hop, Exchange]] = deque()
         for hop, visiting in ring.visits(key, value):
             flat: Tensor | None = None
             grads = home
@@ -198,13 +208,12 @@ class RingAttention(torch.autograd.Function):
                     grad_shift[:, diagonals] += found.shift
                 del call, found  # memory of one block at a time
             visiting.clear()
-            if returning is not None:
-                _add_home(ring, *returning, home)
-                returning = None
+            while len(returning) >= ring.ahead:
+                _add_home(ring, *returning.popleft(), home)
             if hop is not None:
-                returning = (hop, ring.return_home(hop, flat, grad_key, grad_value))
-        if returning is not None:
-            _add_home(ring, *returning, home)
+                returning.append((hop, ring.return_home(hop, flat, grad_key, grad_value)))
+        for back in returning:
+            _add_home(ring, *back, home)
         return (
             grad_query.to(query.dtype),
             grad_key.to(key.dtype),

@@ -57,8 +57,11 @@ def _problem(call: DiagonalCall) -> Problem:
     if INTERPRETED and dtype == torch.bfloat16:  # the interpreter rounds it wrongly
         dtype = torch.float32
     gain, shift = (_over_distance(call, table) for table in (call.gain, call.shift))
+    query, key, value = (rows(x.to(dtype)) for x in (call.query, call.key, call.value))
     return Problem(
-        *(rows(x.to(dtype)) for x in (call.query, call.key, call.value)),
+        query,
+        key,
+        value,
         None,
         gain,
         shift,
