@@ -42,7 +42,7 @@ def backward(call: DiagonalCall, grad_out: Tensor, lse: Tensor, delta: Tensor, t
         if diagonals is not None:
             sums = launch.diagonal_sums(problem, outer)  # [H, 2, Nq + Nk - 1], from the smallest distance on
             diagonals = sums.transpose(0, 1).flip(2) * sums.new_tensor([call.scale, 1.0])[:, None, None]
-    return operator.Gradients(*grads, *operator.table_gradients(call, diagonals))
+    return operator.Gradients(grads[0], grads[1], grads[2], *operator.table_gradients(call, diagonals))
 
 
 run = operator.engine("triton", forward, backward)
