@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from run_files import finish, losses
 
 from scaleinv import train
@@ -37,6 +38,23 @@ def test_ten_steps_equal_one_process(tiny, start, tmp_path, ranks, changes):
     assert losses(shared.out) == pytest.approx(losses(alone.out), rel=1e-5)
     ours, theirs = (read_metrics(Path(folder))[-1]["validation"] for folder in (shared.out, alone.out))
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_equal_one_process(tmp_path, parallel):
+    """Muon and Adam do not see the size of a gradient, so equal losses do not show that it is right."""
+    alone, shared = tmp_path / "alone.pt", tmp_path / "shared.pt"
+    worker = str(Path(__file__).with_name("gradient_worker.py"))
+    subprocess.run([sys.executable, worker, str(alone), parallel, "1"], check=True, timeout=300)
+    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", worker, str(shared)]
+    subprocess.run([sys.executable, *together, parallel, "2"], check=True, timeout=300)
+    exact, got = torch.load(alone), torch.load(shared)
+    assert got.keys() == exact.keys()
+    assert any("tau" in name for name in exact)
+    for name, x in exact.items():
+        assert x.abs().max() > 0, name
+        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-5 * x.abs().max().item(), msg=name)
 
 
 @pytest.mark.slow

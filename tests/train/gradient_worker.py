@@ -1,0 +1,44 @@
+"""Gradients of one training pass: ``python gradient_worker.py OUT.pt ddp|fsdp CONTEXT``, alone or under torchrun."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from scaleinv.model import GPT, GPTConfig
+from scaleinv.train.checkpoint import to_cpu
+from scaleinv.train.distributed import replicate, shard, world
+
+
+def main(out: Path, parallel: str, context: int) -> None:
+    """The loss is that of `scaleinv.train.loop`: each rank's mean, and the mean over ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = GPTConfig(layers=2, width=32, heads=2, vocab_size=64, train_length=48, method="scale-invariant-rope")
+    config.learnable_tau = True
+    tokens = torch.randint(64, (4, 49))
+    with world("cpu", context) as here:
+        model = GPT(config)
+        torch.manual_seed(1)
+        for parameter in model.parameters():  # some start at zero, and hide the gradients of others
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.context = here.context
+        if parallel == "fsdp":
+            shard(model, here, model.blocks)
+        forward = replicate(model, here, parallel)
+        rows = tokens.chunk(here.groups)[here.group]
+        inputs, targets = rows[:, :-1], rows[:, 1:]
+        if here.context is not None:
+            split = here.context.split(48)
+            inputs, targets = (split.take(x, here.context.rank, 1) for x in (inputs, targets))
+        ids = here.document_ids(inputs, 3)
+        loss = forward(inputs, targets, document_ids=ids).sum() / inputs.numel()
+        loss.backward()
+        grads = to_cpu({name: x.grad for name, x in model.named_parameters()})
+        grads["loss"] = here.mean(loss.detach())
+        if here.first:
+            torch.save(grads, out)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
