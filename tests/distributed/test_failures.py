@@ -38,4 +38,4 @@ def test_a_lost_rank_is_noticed(scenario: str, code: int, tmp_path) -> None:
     (left, output), (lost, _) = start_ranks("failure_worker.py", 2, tmp_path, scenario)
     assert lost == code
     assert left == 2, output
-    assert "RuntimeError: rank 0 of the context mesh lost another rank" in output
+    assert "RankLost: rank 0 of the context mesh lost another rank" in output

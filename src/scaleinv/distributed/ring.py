@@ -108,7 +108,7 @@ class Ring:
         With zigzag a rank needs one segment of some ranks, so the very next hop may bring nothing. All ranks must start
         their messages in the same order, so none may look further ahead than the others.
         """
-        return len(self.plan.split.segments(self.rank))
+        return max(1, len(self.plan.split.segments(self.rank)))  # without tokens there are none
 
     def visits(self, key: Tensor, value: Tensor) -> Iterator[tuple[Hop | None, dict[Segment, Pair]]]:
         """Keys and values by segment: this rank's own, then each hop's, while those of the next are in flight."""

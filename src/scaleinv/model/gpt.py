@@ -109,7 +109,7 @@ class GPT(nn.Module):
 
         pieces = list(zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True))
         if len(pieces) == 1:
-            return part(hidden, targets)
+            return part(hidden, targets).clone()  # no view: FSDP warns of those
         recompute = torch.is_grad_enabled()
         return torch.cat(
             [checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces], 1

@@ -5,7 +5,8 @@ A backend is a module with two functions:
     obstacle(call: Call) -> str | None              why it cannot serve the call; None if it can
     run(call: Call) -> tuple[Tensor, Tensor | None] output in value's dtype, and logsumexp if ``call.return_lse``
 
-To add one, write its file and add its line to `BACKENDS`. The shared cases of tests/ops then run it.
+To add one, write its file and add its line to `BACKENDS`. The shared cases of tests/ops then run it. One that computes
+blocks of a longer sequence (see `scaleinv.ops.operator`) names as its ``engine`` the module that runs calls that way.
 """
 
 from __future__ import annotations
