@@ -207,9 +207,9 @@ class RingAttention(torch.autograd.Function):
                     grad_gain[:, diagonals] += found.gain
                     grad_shift[:, diagonals] += found.shift
                 del call, found  # memory of one block at a time
-            visiting.clear()
-            while len(returning) >= ring.ahead:
+            while visiting and returning:  # this block has hidden them
                 _add_home(ring, *returning.popleft(), home)
+            visiting.clear()
             if hop is not None:
                 returning.append((hop, ring.return_home(hop, flat, grad_key, grad_value)))
         for back in returning:
