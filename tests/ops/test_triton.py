@@ -59,7 +59,7 @@ def test_many_small_tiles(case, blocks, monkeypatch):
         Case(1, 700, dim=16),
         pytest.param(Case(16, 515, heads=4, kv_heads=2, transform="table-heads", window=300), marks=pytest.mark.slow),
         pytest.param(Case(3, 601, heads=6, kv_heads=1, offset=555, mask="some"), marks=pytest.mark.slow),
-        Case(2, 600, documents="packed", transform="scale-invariant-heads"),
+        Case(2, 600, documents="packed", transform="logn-visible"),
         Case(5, 333, causal=False, offset=-40, transform="plain"),
     ],
     ids=str,

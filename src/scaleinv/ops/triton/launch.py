@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 from typing import Any
 
@@ -25,6 +26,9 @@ from scaleinv.ops.triton.tables import LOG2E, PAD, head_stride, pack
 FAR = 1 << 30
 INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 """Are the kernels run by Triton's interpreter (TRITON_INTERPRET=1 when this module was imported)?"""
+
+if INTERPRETED:
+    importlib.import_module("scaleinv.ops.triton.interpreter").mend()
 
 
 @dataclasses.dataclass(frozen=True)
