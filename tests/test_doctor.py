@@ -48,7 +48,7 @@ def test_a_wrong_backend_is_an_error(few_backends, monkeypatch, capsys):
     wrong = SimpleNamespace(run=run, obstacle=lambda call: None, __name__="wrong", __file__=__file__)
     monkeypatch.setattr(registry, "BACKENDS", (registry.Backend("new", wrong, auto_on=()), *few_backends))
     assert main(["doctor", "--quick", "--device", "cpu"]) == 1
-    assert "WRONG: new: self-attention, float32: output off by" in capsys.readouterr().out
+    assert "WRONG: new: self-attention, float32, head dim 64: output off by" in capsys.readouterr().out
 
 
 def test_a_backend_that_fails_is_an_error(few_backends, monkeypatch):

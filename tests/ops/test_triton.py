@@ -30,9 +30,12 @@ def test_production_blocks_at_odd_offsets(case, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [96, 128, 256])
-def test_wide_heads(dim):
-    check(Case(70, dim=dim, heads=1), "triton", torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [37, 3], ids=["forward", "decoding"])
+@pytest.mark.parametrize("dim", [24, 80, 96, 128, 160, 192, 256])
+def test_wide_and_odd_heads(dim, rows, dtype):
+    """At the shipped blocks; what lies between the powers of two is padded."""
+    check(Case(rows, 50, dim=dim, value_dim=min(dim + 8, 256), heads=1, transform="table"), "triton", dtype)
 
 
 @pytest.mark.slow
@@ -198,7 +201,7 @@ def test_compiles_whole(transform):
 class TestObstacles:
     def test_dtype_and_head_dim(self):
         x = torch.zeros(1, 1, 4, 300)
-        with pytest.raises(ValueError, match=r"head dimensions up to 128 in torch.float32, not 300"):
+        with pytest.raises(ValueError, match="head dimensions up to 256, not 300"):
             scaleinv.attention(x, x, x, backend="triton")
         with pytest.raises(ValueError, match="float64"):
             scaleinv.attention(x.double(), x.double(), x.double(), backend="triton")
