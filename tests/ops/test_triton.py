@@ -6,11 +6,14 @@ pytest.importorskip("triton")
 
 import torch
 from attention_cases import Case, check
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import scaleinv
 from scaleinv.ops import triton as backend
 from scaleinv.ops.masks import Geometry
-from scaleinv.ops.triton import configs, launch, operator, tables
+from scaleinv.ops.triton import configs, interpreter, launch, operator, tables
 from scaleinv.ops.triton.segments import segments
 
 ODD = [
@@ -72,6 +75,20 @@ def test_decoding_in_parts(case, dtype):
     low, high = 0, case.length
     assert launch.split(high - low, case.heads, 64, 8)[0] > 1
     check(case, "triton", dtype)
+
+
+@pytest.mark.slow
+def test_a_million_keys(monkeypatch):
+    """In blocks far larger than a GPU's: the interpreter counts blocks, not keys."""
+    monkeypatch.setattr(configs, "choose", lambda *_: configs.Config(16, 8192, 4, 1))
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 10**6, 16), torch.randn(1, 1, 10**6, 16)
+    out, lse = scaleinv.attention(query, key, value, backend="triton", return_lse=True)
+    exact = scaleinv.attention(*(x.double() for x in (query, key, value)), backend="reference", return_lse=True)
+    same = scaleinv.attention(query, key, value, backend="reference", return_lse=True)
+    for got, own, want in zip((out, lse), same, exact, strict=True):
+        error, allowed = ((x - want).abs().max().item() for x in (got, own))
+        assert error <= 3 * allowed + 16 * torch.finfo(torch.float32).eps * want.abs().max().item()
 
 
 @pytest.mark.parametrize("keys", [1, 63, 64, 1000, 10**6])
@@ -153,6 +170,55 @@ def test_blocks_that_nobody_sees_are_not_read(options, monkeypatch):
     out = scaleinv.attention(query, key, value, backend="triton", **options)
     assert out[:, :, 128:].isfinite().all()
     assert out[:, :, :64].isnan().all()
+
+
+def test_bfloat16_rounds_to_nearest_in_the_interpreter():
+    torch.manual_seed(0)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 0.0, -0.0, 1e-40])
+    x = torch.cat([torch.randn(1000) * 10 ** (5 * torch.randn(1000)), special])
+    bits = interpreter.to_bfloat16(x.numpy())
+    got = torch.from_numpy(bits.view("int16")).view(torch.bfloat16)
+    torch.testing.assert_close(got, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    wide = torch.from_numpy(interpreter.to_float32(bits))
+    torch.testing.assert_close(wide, x.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_lie_far_apart():
+    """Kernels count the elements of a tile in 32 bits: rows that are too far apart for that are copied."""
+    narrow = torch.randn(1, 1, 3, 16)
+    far = torch.zeros(1, 1, 2, launch.MAX_STRIDE, dtype=torch.float16)[..., :16]
+    assert launch.rows(narrow) is narrow
+    assert launch.rows(far).stride(2) < launch.MAX_STRIDE
+    widest = max(configs.choose(*given).block_m + configs.choose(*given).block_n for given in configs.shipped())
+    assert widest * launch.MAX_STRIDE < 2**31
+
+
+class Layer(torch.nn.Module):
+    """A projection and attention with learned lengthscales."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = torch.nn.Linear(32, 96)
+        self.logits = scaleinv.ScaleInvariant(heads=2, learnable=True)
+
+    def forward(self, x):  # [B, N, 32]
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return scaleinv.attention(query, key, value, self.logits, backend="triton").square().sum()
+
+
+def test_fully_sharded(tmp_path):
+    """FSDP gathers the parameters for the kernel and shards its gradients."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        whole, sharded, x = Layer(), Layer(), torch.randn(2, 20, 32)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        whole(x).backward()
+        sharded(x).backward()
+        for want, got in zip(whole.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+    finally:
+        distributed.destroy_process_group()
 
 
 def operator_arguments(case, learn):

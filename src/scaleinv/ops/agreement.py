@@ -151,7 +151,7 @@ def _source(module: Any) -> str:
 
 def differs(module: Any, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What differs from the reference in the samples, in words; None if nothing does."""
-    with torch.inference_mode(False), torch.enable_grad(), no_autocast(device):
+    with torch.inference_mode(False), torch.enable_grad(), no_autocast(device), device:
         for sample in SAMPLES:
             try:
                 found = _first_difference(module, sample, device, dtype, head_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 KERNELS = ("forward", "keys-values", "queries", "tables", "decode")
-TARGETS = ("sm_80", "sm_90", "sm_120")
+TARGETS = ("sm_80", "sm_90", "sm_120", "gfx942")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
@@ -25,6 +25,8 @@ class Config:
 
 def choose(kernel: str, target: str, head_dim: int, item_bytes: int) -> Config:
     """The configuration for a padded head dimension (the larger of key's and value's) and the bytes of an element."""
+    if target.startswith("gfx"):
+        return (_AMD_FLOAT32 if item_bytes == 4 else _AMD)[kernel][head_dim]
     table = _FLOAT32 if item_bytes == 4 else _HOPPER if target in ("sm_90", "sm_100", "sm_103") else _AMPERE
     if table is _AMPERE and target == "sm_80" and (kernel, head_dim) == ("forward", 128):
         return Config(128, 32, 4, 3)  # four warps read keys and values half as often as eight; later targets spill
@@ -84,4 +86,19 @@ _FLOAT32 = {
     "queries": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
     "tables": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(16, 16, 1, 1), Config(16, 16, 1, 1)),
     "decode": _by_head_dim(Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 8, 1)),
+}
+# On gfx942 a program may have 64 KB of shared memory, and a thread 512 registers with four warps (of 64 threads).
+_AMD = {
+    "forward": _by_head_dim(Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 32, 4, 2)),
+    "keys-values": _by_head_dim(Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 64, 4, 1)),
+    "queries": _by_head_dim(Config(128, 64, 8, 1), Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(64, 32, 4, 1)),
+    "tables": _by_head_dim(Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    "decode": _by_head_dim(Config(16, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1)),
+}
+_AMD_FLOAT32 = {
+    "forward": _by_head_dim(Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 32, 4, 2), Config(64, 32, 4, 1)),
+    "keys-values": _by_head_dim(Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(16, 32, 4, 1)),
+    "queries": _by_head_dim(Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 16, 4, 1)),
+    "tables": _by_head_dim(Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    "decode": _by_head_dim(Config(16, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
 }
