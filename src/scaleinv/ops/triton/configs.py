@@ -15,7 +15,10 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a kernel is cut: queries and keys in a tile, warps in a program, stages of its pipeline."""
+    """How a kernel is cut: queries and keys in a tile, warps in a program, stages of its pipeline.
+
+    Decoding takes fewer queries than block_m where a GQA group has fewer.
+    """
 
     block_m: int
     block_n: int
@@ -61,7 +64,7 @@ _AMPERE = {
     ),
     "queries": _by_head_dim(Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
     "tables": _by_head_dim(Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    "decode": _by_head_dim(Config(16, 128, 4, 2), Config(16, 128, 4, 2), Config(16, 64, 4, 2), Config(16, 64, 4, 1)),
+    "decode": _by_head_dim(Config(32, 128, 4, 2), Config(32, 128, 4, 2), Config(32, 64, 4, 2), Config(16, 64, 4, 1)),
 }
 _HOPPER = _AMPERE | {
     "forward": _by_head_dim(
@@ -85,7 +88,7 @@ _FLOAT32 = {
     "keys-values": _by_head_dim(Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
     "queries": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
     "tables": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(16, 16, 1, 1), Config(16, 16, 1, 1)),
-    "decode": _by_head_dim(Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 8, 1)),
+    "decode": _by_head_dim(Config(32, 64, 4, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 8, 1)),
 }
 # On gfx942 a program may have 64 KB of shared memory, and a thread 512 registers with four warps (of 64 threads).
 _AMD = {
@@ -93,12 +96,12 @@ _AMD = {
     "keys-values": _by_head_dim(Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 64, 4, 1)),
     "queries": _by_head_dim(Config(128, 64, 8, 1), Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(64, 32, 4, 1)),
     "tables": _by_head_dim(Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    "decode": _by_head_dim(Config(16, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1)),
+    "decode": _by_head_dim(Config(32, 128, 4, 1), Config(32, 128, 4, 1), Config(32, 128, 4, 1), Config(16, 64, 4, 1)),
 }
 _AMD_FLOAT32 = {
     "forward": _by_head_dim(Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 32, 4, 2), Config(64, 32, 4, 1)),
     "keys-values": _by_head_dim(Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(16, 32, 4, 1)),
     "queries": _by_head_dim(Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 16, 4, 1)),
     "tables": _by_head_dim(Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    "decode": _by_head_dim(Config(16, 128, 4, 1), Config(16, 128, 4, 1), Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
+    "decode": _by_head_dim(Config(32, 128, 4, 1), Config(32, 64, 4, 1), Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
 }

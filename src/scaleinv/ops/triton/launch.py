@@ -220,7 +220,7 @@ def _decode(problem: Problem, out: Tensor, lse: Tensor, flags: dict[str, bool]) 
     config = problem.config("decode")
     low, high = problem.geometry.key_range()
     group_rows = problem.group * queries
-    block_m = min(max(config.block_m, triton.next_power_of_2(group_rows)), 64)
+    block_m = min(_padded(group_rows), config.block_m)
     programs = batch * problem.key.shape[1] * triton.cdiv(group_rows, block_m)
     splits, chunk = split(high - low, programs, config.block_n, _processors(problem.query.device))
     part_out = out.new_empty(splits, *out.shape, dtype=torch.float32)
