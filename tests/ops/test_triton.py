@@ -1,11 +1,15 @@
 """The Triton kernels in the interpreter: production blocks and odd offsets, small blocks, skipped blocks, decoding."""
 
+from unittest import mock
+
+import hypothesis
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-from attention_cases import Case, check
+from attention_cases import Case, cases, check
+from hypothesis import strategies as st
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,6 +61,15 @@ def test_many_small_tiles(case, blocks, monkeypatch):
     small = configs.Config(m, n, 4, 1), configs.Config(m, m, 4, 1)
     monkeypatch.setattr(configs, "choose", lambda kernel, *_: small[kernel == "tables"])
     check(case, "triton", torch.float32)
+
+
+@pytest.mark.exhaustive
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(case=cases(), m=st.sampled_from([32, 64, 128]), n=st.sampled_from([64, 128]))
+def test_any_call_in_any_blocks(case, m, n):
+    block, square = configs.Config(m, n, 4, 1), configs.Config(n, n, 4, 1)
+    with mock.patch.object(configs, "choose", lambda kernel, *_: square if kernel == "tables" else block):
+        check(case, "triton", torch.float32)
 
 
 @pytest.mark.parametrize(
