@@ -27,7 +27,7 @@ def test_right_backends_agree(module, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_triton_kernel_agrees(dtype):
     pytest.importorskip("triton")
     from scaleinv.ops import triton
