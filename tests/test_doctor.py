@@ -48,7 +48,7 @@ def test_a_wrong_backend_is_an_error(few_backends, monkeypatch, capsys):
     wrong = SimpleNamespace(run=run, obstacle=lambda call: None, __name__="wrong", __file__=__file__)
     monkeypatch.setattr(registry, "BACKENDS", (registry.Backend("new", wrong, auto_on=()), *few_backends))
     assert main(["doctor", "--quick", "--device", "cpu"]) == 1
-    assert "WRONG: new: self-attention, float32: output off by" in capsys.readouterr().out
+    assert "WRONG: new: self-attention, float32, head dim 64: output off by" in capsys.readouterr().out
 
 
 def test_a_backend_that_fails_is_an_error(few_backends, monkeypatch):
@@ -61,7 +61,29 @@ def test_a_backend_that_fails_is_an_error(few_backends, monkeypatch):
     assert any("RuntimeError: no kernel image" in text for text in report.wrong)
 
 
+def test_what_is_infinite_is_null_in_json(few_backends, monkeypatch, capsys):
+    def run(call):
+        out, lse = reference.run(call)
+        return out + torch.inf, lse
+
+    wrong = SimpleNamespace(run=run, obstacle=lambda call: None, __name__="wrong", __file__=__file__)
+    monkeypatch.setattr(registry, "BACKENDS", (registry.Backend("new", wrong, auto_on=()), *few_backends))
+    assert main(["doctor", "--quick", "--json", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "Infinity" not in out
+    assert "NaN" not in out
+    found = json.loads(out)
+    assert found["backends"][0]["errors"]["float32"]["error"] is None
+    assert "output off by inf" in found["wrong"][0]
+
+
+def test_interpreted_kernels_cannot_be_compiled(capsys):
+    pytest.importorskip("triton")
+    assert main(["doctor", "--aot", "sm_80"]) == 2
+    assert "TRITON_INTERPRET" in capsys.readouterr().err
+
+
 def test_an_unknown_target(capsys):
     pytest.importorskip("triton")
     assert main(["doctor", "--aot", "sm_42"]) == 2
-    assert "--aot takes sm_80, sm_90, sm_120, got 'sm_42'" in capsys.readouterr().err
+    assert "--aot takes sm_80, sm_90, sm_120, gfx942, got 'sm_42'" in capsys.readouterr().err

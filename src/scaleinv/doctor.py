@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -26,6 +27,7 @@ from scaleinv.progress import Progress, silent
 from scaleinv.version import VERSION
 
 HEAD_DIM = 64
+OTHER_HEAD_DIMS = (128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Report:
     wrong: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """As JSON takes it: an infinity or NaN is None."""
+        return json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda name: None)
 
     def lines(self) -> list[str]:
         """The report as text, made to be pasted into an issue."""
@@ -71,7 +74,7 @@ class Report:
 
 
 def examine(device: torch.device, quick: bool = False, progress: Progress = silent) -> Report:
-    """Examine every backend on a device. Quick leaves out the longer timings."""
+    """Examine every backend on a device. Quick leaves out the longer timings and all head dimensions but 64."""
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if device.type == "cuda" else [])
     backends = []
     for entry in registry.BACKENDS:
@@ -116,17 +119,19 @@ def _examined(entry: registry.Backend, device: torch.device, dtypes: list[torch.
     for dtype in dtypes:
         if entry.module.obstacle(_sample(device, dtype)) is not None:
             continue
-        for sample in agreement.SAMPLES:
-            try:
-                for found in agreement.comparison(entry.module, sample, device, dtype, HEAD_DIM):
-                    worst = examined.errors.setdefault(_short(dtype), found)
-                    if found.error / found.limit > worst.error / worst.limit:
-                        examined.errors[_short(dtype)] = found
-                    if not found.error <= found.limit:
-                        text = f"{found.name} off by {found.error:.2g}, {found.limit:.2g} allowed"
-                        examined.wrong.append(f"{sample.name}, {_short(dtype)}: {text}")
-            except Exception as error:  # a compiler or a driver that fails is an answer too
-                examined.wrong.append(f"{sample.name}, {_short(dtype)}: {type(error).__name__}: {error}")
+        for head_dim in (HEAD_DIM,) if quick else (HEAD_DIM, *OTHER_HEAD_DIMS):
+            for sample in agreement.SAMPLES:
+                where = f"{sample.name}, {_short(dtype)}, head dim {head_dim}"
+                try:
+                    for found in agreement.comparison(entry.module, sample, device, dtype, head_dim):
+                        worst = examined.errors.setdefault(_short(dtype), found)
+                        if found.error / found.limit > worst.error / worst.limit:
+                            examined.errors[_short(dtype)] = found
+                        if not found.error <= found.limit:
+                            text = f"{found.name} off by {found.error:.2g}, {found.limit:.2g} allowed"
+                            examined.wrong.append(f"{where}: {text}")
+                except Exception as error:  # a compiler or a driver that fails is an answer too
+                    examined.wrong.append(f"{where}: {type(error).__name__}: {error}")
     if entry.name != "reference" and not examined.wrong:
         examined.timings = _timings(entry, device, quick)
     return examined
@@ -224,11 +229,13 @@ def ahead_of_time(targets: list[str]) -> Iterator[dict[str, Any]]:
     """Every shipped configuration of the Triton kernels for these targets: what it compiled to, and its faults."""
     if importlib.util.find_spec("triton") is None:
         raise ImportError('compiling ahead of time needs triton: pip install "scaleinv[triton]"')
-    from scaleinv.ops.triton import aot, configs
+    from scaleinv.ops.triton import aot, configs, interpreted
 
     for target in targets:
         if target not in configs.TARGETS:
             raise ValueError(f"--aot takes {', '.join(configs.TARGETS)}, got {target!r}")
+    if interpreted():
+        raise ValueError("--aot compiles the kernels, but with TRITON_INTERPRET they are interpreted: unset it")
     for kernel, target, head_dim, item_bytes in configs.shipped():
         if target in targets:
             build = aot.compiled(kernel, target, head_dim, item_bytes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import rounded
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import scaleinv
@@ -127,6 +129,35 @@ class Case:
         return TRANSFORMS[self.transform](self.heads, self.length + self.queries + abs(offset))
 
 
+@st.composite
+def cases(draw):
+    """Any call: sizes, groups, offsets, masks and transform together."""
+    queries, keys = draw(st.integers(1, 130)), draw(st.integers(1, 320))
+    documents = draw(st.sampled_from([None, None, *DOCUMENTS]))
+    offset = draw(st.none() | st.integers(-40, keys + 40))
+    if documents:
+        queries = min(queries, keys)
+        offset = draw(st.none() | st.integers(0, keys - queries))
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 2)]))
+    return Case(
+        queries,
+        keys,
+        dim=draw(st.sampled_from([1, 3, 8, 16, 33])),
+        value_dim=draw(st.sampled_from([1, 7, 16, 40])),
+        batch=draw(st.integers(1, 3)),
+        heads=kv_heads * groups,
+        kv_heads=kv_heads,
+        transform=draw(st.sampled_from(list(TRANSFORMS))),
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 150)),
+        offset=offset,
+        documents=documents,
+        mask=draw(st.sampled_from([None, *MASKS])),
+        scale=draw(st.sampled_from([None, 0.3, -1.0])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
 def diagonal_call(case: Case, dtype: torch.dtype = torch.float32, **changes: Tensor) -> DiagonalCall:
     """The case as the engines of `scaleinv.ops.operator` take it."""
     given = dict(zip(("query", "key", "value"), case.tensors(dtype)[:3], strict=True)) | changes
@@ -151,11 +182,18 @@ def run(case: Case, backend: str, compute: torch.dtype, given: torch.dtype | Non
 
 
 def check(case: Case, backend: str, dtype: torch.dtype) -> None:
-    """The backend is as accurate as the reference, which on a GPU rounds the weights for the tensor cores."""
-    exact = run(case, "reference", torch.float64, given=dtype)
-    tensor_cores = backend == "triton" and dtype != torch.float32
-    twin = run(case, "rounded" if tensor_cores else "reference", dtype)
-    assert_as_accurate(run(case, backend, dtype), twin, exact, rounded_once=tensor_cores)
+    """The backend is as accurate as the reference.
+
+    Tensor cores multiply what is rounded to the inputs' 16 bits, weights included: there the reference rounds it too.
+    """
+    twin = "rounded" if backend == "triton" and dtype != torch.float32 else "reference"
+
+    def pair(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        drawn = dataclasses.replace(case, seed=seed)
+        return run(drawn, twin, dtype), run(drawn, "reference", torch.float64, given=dtype)
+
+    others = (pair(case.seed + 1 + n) for n in range(7))
+    assert_as_accurate(run(case, backend, dtype), *pair(case.seed), others)
 
 
 def assert_equal_to_rounding(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
@@ -172,27 +210,43 @@ def assert_as_accurate(
     got: dict[str, Tensor],
     same_precision: dict[str, Tensor],
     exact: dict[str, Tensor],
-    factor: float = 3.0,
-    rounded_once: bool = False,
+    others: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]] = (),
 ) -> None:
-    """The error of `got` is at most `factor` × the reference's in the same precision, plus a few roundings.
+    """The error of `got` is at most 3 × the reference's in the same precision, plus a few roundings in float32.
+
+    The reference's error is itself a draw: where few numbers are compared, or large terms cancel, it can be tiny by
+    luck. A result beyond its bound is judged again by the largest error of `others` too: the same call with other
+    inputs, in the same precision and exactly. They are computed only then.
+    """
+    assert {name: x.dtype for name, x in got.items()} == {name: x.dtype for name, x in same_precision.items()}
+    allowed = _errors(same_precision, exact)
+    if _excess(got, exact, allowed):
+        for pair in others:
+            allowed = {name: max(allowed[name], error) for name, error in _errors(*pair).items()}
+    assert not _excess(got, exact, allowed)
+
+
+def _errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    return {name: _gap(value, exact[name])[0] for name, value in got.items()}
+
+
+def _excess(got: dict[str, Tensor], exact: dict[str, Tensor], allowed: dict[str, float]) -> list[str]:
+    """Which results are off by too much, in words.
 
     A parameter's gradient is a sum over all rows, in which large terms may cancel (exactly so in the reference, where a
-    row sees one key): the roundings of n terms add up to √n of one. With ``rounded_once`` half an ulp of the result's
-    dtype is allowed too.
+    row sees one key): the roundings of n terms add up to √n of one.
     """
     rows = got["logsumexp"].numel()
     single = ("output", "logsumexp", "grad query", "grad key", "grad value")
     assert got.keys() == exact.keys()
+    found = []
     for name, value in got.items():
         assert value.shape == exact[name].shape, name
-        assert value.dtype == same_precision[name].dtype, name
         error, size = _gap(value, exact[name])
-        allowed, _ = _gap(same_precision[name], exact[name])
         floor = 16 * torch.finfo(torch.float32).eps * (1 + size) * (1 if name in single else max(rows, 1) ** 0.5)
-        if rounded_once and value.dtype.itemsize == 2:
-            floor += torch.finfo(value.dtype).eps / 2 * size
-        assert error <= factor * allowed + floor, f"{name}: off by {error:.3g} of {size:.3g}, reference {allowed:.3g}"
+        if error > 3 * allowed[name] + floor:
+            found.append(f"{name}: off by {error:.3g} of {size:.3g}, reference {allowed[name]:.3g}")
+    return found
 
 
 def _gap(got: Tensor, want: Tensor) -> tuple[float, float]:

@@ -28,7 +28,7 @@ def test_right_backends_agree(module, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [triton, triton.blocks], ids=["triton", "triton in blocks"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_the_triton_kernel_agrees(module, dtype):
     pytest.importorskip("triton")
     assert agreement.differs(module, CPU, dtype, 16) is None
@@ -129,6 +129,44 @@ class TestAuto:
         with pytest.warns(UserWarning, match="wrong on this machine"):
             scaleinv.which_backend(*torch.ones(3, 1, 2, 5, 16))
         assert torch.equal(torch.rand(4), want)
+
+    @pytest.mark.parametrize(
+        "damage",
+        ["", "{", "[]", "null", '{"differs": null}', b"\xff\xfe", lambda text: text.replace("null", "7"), None],
+        ids=str,
+    )
+    def test_a_damaged_answer_is_found_again(self, damage, put_first, monkeypatch, tmp_path):
+        calls = []
+        put_first(SimpleNamespace(run=reference.run, obstacle=lambda call: None, __name__="right", __file__=__file__))
+        monkeypatch.setattr(agreement, "differs", lambda *given: calls.append(given))
+        x = torch.randn(1, 2, 5, 16)
+        assert scaleinv.which_backend(x, x, x) == "new"
+        (path,) = tmp_path.rglob("agreement/*.json")
+        if damage is None:
+            path.unlink()
+            path.mkdir()
+        else:
+            text = damage(path.read_text()) if callable(damage) else damage
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        agreement._remembered.cache_clear()
+        assert scaleinv.which_backend(x, x, x) == "new"
+        assert len(calls) == 2
+
+    def test_full_memory_is_not_remembered(self, put_first, tmp_path):
+        def run(call):
+            raise torch.OutOfMemoryError("CUDA out of memory\nof 80 GB")
+
+        put_first(SimpleNamespace(run=run, obstacle=lambda call: None, __name__="big", __file__=__file__))
+        x = torch.randn(1, 2, 5, 16)
+        with pytest.warns(UserWarning, match="big could not be checked: CUDA out of memory; another backend is used"):
+            assert scaleinv.which_backend(x, x, x) != "new"
+        assert list(tmp_path.rglob("agreement/*.json")) == []
+
+    def test_defaults_of_the_caller_do_not_matter(self, put_first):
+        put_first(SimpleNamespace(run=reference.run, obstacle=lambda call: None, __name__="right", __file__=__file__))
+        x = torch.randn(1, 2, 5, 16)
+        with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            assert scaleinv.which_backend(x, x, x) == "new"
 
     def test_an_unwritable_cache_folder_does_no_harm(self, put_first, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")

@@ -11,10 +11,10 @@ from attention_cases import (
     TRANSFORMS,
     Case,
     assert_equal_to_rounding,
+    cases,
     check,
     run,
 )
-from hypothesis import strategies as st
 
 SIZES = [
     *(
@@ -78,35 +78,6 @@ class TestAgainstReference:
 @pytest.mark.parametrize("backend", FAST)
 def test_half_precision(case, backend, dtype):
     check(case, backend, dtype)
-
-
-@st.composite
-def cases(draw):
-    """Any call: sizes, groups, offsets, masks and transform together."""
-    queries, keys = draw(st.integers(1, 130)), draw(st.integers(1, 320))
-    documents = draw(st.sampled_from([None, None, *DOCUMENTS]))
-    offset = draw(st.none() | st.integers(-40, keys + 40))
-    if documents:
-        queries = min(queries, keys)
-        offset = draw(st.none() | st.integers(0, keys - queries))
-    kv_heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (3, 2)]))
-    return Case(
-        queries,
-        keys,
-        dim=draw(st.sampled_from([1, 3, 8, 16, 33])),
-        value_dim=draw(st.sampled_from([1, 7, 16, 40])),
-        batch=draw(st.integers(1, 3)),
-        heads=kv_heads * groups,
-        kv_heads=kv_heads,
-        transform=draw(st.sampled_from(list(TRANSFORMS))),
-        causal=draw(st.booleans()),
-        window=draw(st.none() | st.integers(1, 150)),
-        offset=offset,
-        documents=documents,
-        mask=draw(st.sampled_from([None, *MASKS])),
-        scale=draw(st.sampled_from([None, 0.3, -1.0])),
-        seed=draw(st.integers(0, 1000)),
-    )
 
 
 @pytest.mark.slow

@@ -1,16 +1,23 @@
 """The Triton kernels in the interpreter: production blocks and odd offsets, small blocks, skipped blocks, decoding."""
 
+from unittest import mock
+
+import hypothesis
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-from attention_cases import Case, check
+from attention_cases import Case, cases, check
+from hypothesis import strategies as st
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import scaleinv
 from scaleinv.ops import triton as backend
 from scaleinv.ops.masks import Geometry
-from scaleinv.ops.triton import configs, launch, operator, tables
+from scaleinv.ops.triton import configs, interpreter, launch, operator, tables
 from scaleinv.ops.triton.segments import segments
 
 ODD = [
@@ -30,9 +37,12 @@ def test_production_blocks_at_odd_offsets(case, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [96, 128, 256])
-def test_wide_heads(dim):
-    check(Case(70, dim=dim, heads=1), "triton", torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [37, 3], ids=["forward", "decoding"])
+@pytest.mark.parametrize("dim", [24, 80, 96, 128, 160, 192, 256])
+def test_wide_and_odd_heads(dim, rows, dtype):
+    """At the shipped blocks; what lies between the powers of two is padded."""
+    check(Case(rows, 50, dim=dim, value_dim=min(dim + 8, 256), heads=1, transform="table"), "triton", dtype)
 
 
 @pytest.mark.slow
@@ -53,13 +63,22 @@ def test_many_small_tiles(case, blocks, monkeypatch):
     check(case, "triton", torch.float32)
 
 
+@pytest.mark.exhaustive
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(case=cases(), m=st.sampled_from([32, 64, 128]), n=st.sampled_from([64, 128]))
+def test_any_call_in_any_blocks(case, m, n):
+    block, square = configs.Config(m, n, 4, 1), configs.Config(n, n, 4, 1)
+    with mock.patch.object(configs, "choose", lambda kernel, *_: square if kernel == "tables" else block):
+        check(case, "triton", torch.float32)
+
+
 @pytest.mark.parametrize(
     "case",
     [
         Case(1, 700, dim=16),
         pytest.param(Case(16, 515, heads=4, kv_heads=2, transform="table-heads", window=300), marks=pytest.mark.slow),
         pytest.param(Case(3, 601, heads=6, kv_heads=1, offset=555, mask="some"), marks=pytest.mark.slow),
-        Case(2, 600, documents="packed", transform="scale-invariant-heads"),
+        Case(2, 600, documents="packed", transform="logn-visible"),
         Case(5, 333, causal=False, offset=-40, transform="plain"),
     ],
     ids=str,
@@ -69,6 +88,20 @@ def test_decoding_in_parts(case, dtype):
     low, high = 0, case.length
     assert launch.split(high - low, case.heads, 64, 8)[0] > 1
     check(case, "triton", dtype)
+
+
+@pytest.mark.slow
+def test_a_million_keys(monkeypatch):
+    """In blocks far larger than a GPU's: the interpreter counts blocks, not keys."""
+    monkeypatch.setattr(configs, "choose", lambda *_: configs.Config(16, 8192, 4, 1))
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 10**6, 16), torch.randn(1, 1, 10**6, 16)
+    out, lse = scaleinv.attention(query, key, value, backend="triton", return_lse=True)
+    exact = scaleinv.attention(*(x.double() for x in (query, key, value)), backend="reference", return_lse=True)
+    same = scaleinv.attention(query, key, value, backend="reference", return_lse=True)
+    for got, own, want in zip((out, lse), same, exact, strict=True):
+        error, allowed = ((x - want).abs().max().item() for x in (got, own))
+        assert error <= 3 * allowed + 16 * torch.finfo(torch.float32).eps * want.abs().max().item()
 
 
 @pytest.mark.parametrize("keys", [1, 63, 64, 1000, 10**6])
@@ -152,6 +185,55 @@ def test_blocks_that_nobody_sees_are_not_read(options, monkeypatch):
     assert out[:, :, :64].isnan().all()
 
 
+def test_bfloat16_rounds_to_nearest_in_the_interpreter():
+    torch.manual_seed(0)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 0.0, -0.0, 1e-40])
+    x = torch.cat([torch.randn(1000) * 10 ** (5 * torch.randn(1000)), special])
+    bits = interpreter.to_bfloat16(x.numpy())
+    got = torch.from_numpy(bits.view("int16")).view(torch.bfloat16)
+    torch.testing.assert_close(got, x.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    wide = torch.from_numpy(interpreter.to_float32(bits))
+    torch.testing.assert_close(wide, x.bfloat16().float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_lie_far_apart():
+    """Kernels count the elements of a tile in 32 bits: rows that are too far apart for that are copied."""
+    narrow = torch.randn(1, 1, 3, 16)
+    far = torch.zeros(1, 1, 2, launch.MAX_STRIDE, dtype=torch.float16)[..., :16]
+    assert launch.rows(narrow) is narrow
+    assert launch.rows(far).stride(2) < launch.MAX_STRIDE
+    widest = max(configs.choose(*given).block_m + configs.choose(*given).block_n for given in configs.shipped())
+    assert widest * launch.MAX_STRIDE < 2**31
+
+
+class Layer(torch.nn.Module):
+    """A projection and attention with learned lengthscales."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = torch.nn.Linear(32, 96)
+        self.logits = scaleinv.ScaleInvariant(heads=2, learnable=True)
+
+    def forward(self, x):  # [B, N, 32]
+        query, key, value = self.project(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return scaleinv.attention(query, key, value, self.logits, backend="triton").square().sum()
+
+
+def test_fully_sharded(tmp_path):
+    """FSDP gathers the parameters for the kernel and shards its gradients."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        whole, sharded, x = Layer(), Layer(), torch.randn(2, 20, 32)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        whole(x).backward()
+        sharded(x).backward()
+        for want, got in zip(whole.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(got.grad.full_tensor(), want.grad)
+    finally:
+        distributed.destroy_process_group()
+
+
 def operator_arguments(case, learn):
     query, key, value = (x.requires_grad_() for x in case.tensors(torch.float32)[:3])
     offset = case.length - case.queries if case.offset is None else case.offset
@@ -198,7 +280,7 @@ def test_compiles_whole(transform):
 class TestObstacles:
     def test_dtype_and_head_dim(self):
         x = torch.zeros(1, 1, 4, 300)
-        with pytest.raises(ValueError, match=r"head dimensions up to 128 in torch.float32, not 300"):
+        with pytest.raises(ValueError, match="head dimensions up to 256, not 300"):
             scaleinv.attention(x, x, x, backend="triton")
         with pytest.raises(ValueError, match="float64"):
             scaleinv.attention(x.double(), x.double(), x.double(), backend="triton")

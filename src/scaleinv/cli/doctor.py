@@ -22,14 +22,14 @@ def add(commands: Any) -> None:
         detail="The exit code is 1 where something is wrong. The text is made to be pasted into an issue.",
     )
     add_device(parser)
-    parser.add_argument("--quick", action="store_true", help="fewer timings: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer timings and head dimensions: under a minute")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--aot",
         type=text,
         metavar="TARGETS",
-        help="instead, compile the Triton kernels for these GPUs (sm_80, sm_90, sm_120, with commas between them) and "
-        "print registers, spilled bytes, shared memory and the main loop's instructions; needs no GPU",
+        help="instead, compile the Triton kernels for these GPUs (sm_80, sm_90, sm_120, gfx942, with commas between "
+        "them) and print registers, spilled bytes, shared memory and the main loop's instructions; needs no GPU",
     )
 
 
@@ -59,8 +59,8 @@ def compile_ahead(options: argparse.Namespace) -> int:
     for row in ahead_of_time([word.strip() for word in options.aot.split(",")]):
         wrong |= bool(row["faults"])
         rows.append(row)
-        if not options.json:
-            print(row["line"], *(f"  WRONG: {fault}" for fault in row["faults"]), sep="\n", flush=True)
+        lines = [row.pop("line"), *(f"  WRONG: {fault}" for fault in row["faults"])]
+        print(*lines, sep="\n", flush=True, file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json.dumps([{k: v for k, v in row.items() if k != "line"} for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
     return 1 if wrong else 0

@@ -24,8 +24,11 @@ from scaleinv.logits import LogitTransform, ScaleInvariant
 from scaleinv.machine import cache_folder
 from scaleinv.ops import reference
 from scaleinv.ops.call import Call, checked
+from scaleinv.ops.precision import no_autocast
 
 logger = logging.getLogger(__name__)
+
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Sample:
 
     def call(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Call, list[Tensor]]:
         """The call and the leaves that get gradients; its inputs are rounded to float16 first in every dtype."""
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator("cpu").manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=random).half().to(device, dtype).requires_grad_()
+            return torch.randn(shape, generator=random, device="cpu").half().to(device, dtype).requires_grad_()
 
         query, key, value = (
             normal(1, 2, self.queries, head_dim),
@@ -98,7 +101,12 @@ def _doubt(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -
 def _remembered(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     module = sys.modules[name]
     identity = {"backend": name, **machine(module, device), "dtype": str(dtype), "head dim": head_dim}
-    found = _read_or_find(identity, lambda: differs(module, device, dtype, head_dim))
+    try:
+        found = _read_or_find(identity, lambda: differs(module, device, dtype, head_dim))
+    except torch.OutOfMemoryError as error:  # true of this process alone: not remembered
+        found = f"{name} could not be checked: {_first_line(error)}"
+        warnings.warn(f"{found}; another backend is used", stacklevel=2)
+        return found
     if found is not None:
         warnings.warn(f"{name} is wrong on this machine, another backend is used: {found}", stacklevel=2)
     return found
@@ -106,11 +114,12 @@ def _remembered(name: str, device: torch.device, dtype: torch.dtype, head_dim: i
 
 def _read_or_find(identity: dict, find: Callable[[], str | None]) -> str | None:
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
-    try:
-        path = cache_folder() / "agreement" / f"{digest}.json"
-        return files.read_object(path)["differs"]
-    except (OSError, RuntimeError, KeyError, files.UnreadableFile):  # RuntimeError: the user has no home
-        logger.info("checking %s on this machine (once, about a minute)", identity["backend"])
+    with contextlib.suppress(OSError, RuntimeError, files.UnreadableFile):  # RuntimeError: the user has no home
+        known = files.read_object(cache_folder() / "agreement" / f"{digest}.json")
+        answer = known.pop("differs", 0)
+        if known == identity and (answer is None or isinstance(answer, str)):  # else the file is damaged
+            return answer
+    logger.info("checking %s on this machine (once, about a minute)", identity["backend"])
     found = find()
     with contextlib.suppress(OSError, RuntimeError):
         files.write_json(cache_folder() / "agreement" / f"{digest}.json", identity | {"differs": found})
@@ -120,12 +129,12 @@ def _read_or_find(identity: dict, find: Callable[[], str | None]) -> str | None:
 def machine(module: Any, device: torch.device) -> dict[str, str]:
     """What an answer depends on: GPU, driver, torch, triton and the backend's source."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    driver = Path("/proc/driver/nvidia/version")
+    drivers = [path for path in DRIVERS if path.exists()]
     return {
         "gpu": gpu,
-        "driver": driver.read_text().partition("\n")[0] if driver.exists() else "none",
+        "driver": drivers[0].read_text().partition("\n")[0] if drivers else "none",
         "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
+        "cuda": str(torch.version.cuda or torch.version.hip),
         "triton": metadata.version("triton") if importlib.util.find_spec("triton") else "none",
         "source": _source(module),
     }
@@ -141,15 +150,21 @@ def _source(module: Any) -> str:
 
 def differs(module: Any, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What differs from the reference in the samples, in words; None if nothing does."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), no_autocast(device), device:
         for sample in SAMPLES:
             try:
                 found = _first_difference(module, sample, device, dtype, head_dim)
+            except torch.OutOfMemoryError:  # says nothing of the backend
+                raise
             except Exception as error:  # a compiler or a driver that fails is an answer too
-                found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                found = f"{type(error).__name__}: {_first_line(error)}"
             if found is not None:
                 return f"{sample.name}, {dtype}, head dim {head_dim}: {found}"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _first_difference(
@@ -198,9 +213,9 @@ def errors(got: Tensor, same: Tensor, exact: Tensor, dtype: torch.dtype) -> tupl
     """
     exact = exact.double()
     finite = exact.isfinite()
-    if not torch.equal(got.double()[~finite], exact[~finite]):
-        return float("inf"), 0.0, 0.0
     error, own = ((x.double() - exact)[finite].abs().max().item() for x in (got, same))
+    if not torch.equal(got.double()[~finite], exact[~finite]):
+        error = float("inf")
     size = 1 + exact[finite].abs().max().item()
     half = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
     return error, own, 4 * own + size * (half + 32 * torch.finfo(torch.float32).eps)

@@ -26,9 +26,9 @@ def obstacle(call: Call) -> str | None:
     """Why the Triton kernel cannot serve the call; None if it can."""
     if call.query.dtype == torch.float64:
         return "the Triton kernel does not take float64"
-    widest, limit = max(call.query.shape[3], call.value.shape[3]), configs.MAX_HEAD_DIM[call.query.element_size()]
-    if widest > limit:
-        return f"the Triton kernel takes head dimensions up to {limit} in {call.query.dtype}, not {widest}"
+    widest = max(call.query.shape[3], call.value.shape[3])
+    if widest > configs.HEAD_DIMS[-1]:
+        return f"the Triton kernel takes head dimensions up to {configs.HEAD_DIMS[-1]}, not {widest}"
     if call.geometry.queries + call.geometry.keys > MAX_POSITIONS:
         return f"the Triton kernel takes up to {MAX_POSITIONS} queries and keys"
     return _missing(call.device)
@@ -40,7 +40,8 @@ def _missing(device: torch.device) -> str | None:
         return 'triton is not installed (pip install "scaleinv[triton]")'
     if device.type == "cuda":
         if torch.version.hip:
-            return "the Triton kernel is made for NVIDIA GPUs"
+            name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+            return None if name in configs.TARGETS else f"of AMD's GPUs the Triton kernel takes gfx942, not {name}"
         major, minor = torch.cuda.get_device_capability(device)
         return None if major >= 8 else f"the Triton kernel needs compute capability 8.0, this GPU has {major}.{minor}"
     if device.type != "cpu":

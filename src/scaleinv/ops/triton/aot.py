@@ -1,6 +1,6 @@
 """Compiling the kernels for GPUs that are not here: registers, spills, shared memory and the main loop's instructions.
 
-`compiled` needs neither a GPU nor a driver: Triton's wheel brings NVIDIA's assembler and disassembler.
+`compiled` needs neither a GPU nor a driver: Triton's wheel brings the assemblers and NVIDIA's disassembler.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from scaleinv.ops.triton.forward import forward_kernel
 from scaleinv.ops.triton.table_gradients import table_kernel
 from scaleinv.ops.triton.tables import BLOCK, PAD, pack_kernel
 
-SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10}
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that one program may have."""
 
 MODES = ("table", "plain", "everything", "logn")
@@ -69,6 +70,16 @@ _STRIDES: tuple[str, ...] = tuple(f"{x}_{y}" for x in "qkvg" for y in ("batch", 
 _STRIDES += ("table_stride", "gain_stride", "shift_stride")
 
 
+_NVIDIA = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+_AMD = (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)")
+"""Where an assembler's report holds registers and spilled bytes."""
+
+_INSTRUCTION = r"""(?x)  # name and operands
+    (?:/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?|^\t(?=[sv]_|ds_|buffer_|global_|scratch_))
+    ([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_.]+)?|[a-z]\w+)(.*)
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Build:
     """What one configuration compiled to."""
@@ -87,7 +98,7 @@ class Build:
     @property
     def tensor_cores(self) -> int:
         """Tensor-core instructions in the main loop."""
-        return sum(count for name, count in self.loop.items() if name in ("HMMA", "HGMMA", "QGMMA", "UTCHMMA", "OMMA"))
+        return _tensor_cores(self.loop)
 
 
 def compiled(
@@ -103,13 +114,12 @@ def compiled(
         config = configs.choose("forward" if kernel in HELPERS else kernel, target, head_dim, item_bytes)
     wanted = (kernel, target, head_dim, item_bytes, mode, dataclasses.astuple(config))
     name = hashlib.sha256(f"{sources()} {triton.__version__} {wanted}".encode()).hexdigest()[:24]
-    path = _folder() / f"{name}.json"
-    if path.exists():
-        with contextlib.suppress(files.UnreadableFile, TypeError, KeyError):
-            found = files.read_object(path)
-            return Build(**(found | {"config": configs.Config(**found["config"])}))
+    with contextlib.suppress(OSError, RuntimeError, files.UnreadableFile, TypeError, KeyError):
+        found = files.read_object(cache_folder() / "aot" / f"{name}.json")
+        return Build(**(found | {"config": configs.Config(**found["config"])}))
     build = _compile(kernel, target, head_dim, item_bytes, mode, config)
-    files.write_json(path, dataclasses.asdict(build))
+    with contextlib.suppress(OSError, RuntimeError):  # a folder that cannot be written, a user without a home
+        files.write_json(cache_folder() / "aot" / f"{name}.json", dataclasses.asdict(build))
     return build
 
 
@@ -120,7 +130,7 @@ def faults(build: Build) -> list[str]:
         found.append(f"{build.shared} bytes of shared memory, {SHARED_MEMORY[build.target]} are there")
     if not build.tensor_cores:
         found.append("no tensor-core instructions")
-    if build.kernel == "forward" and build.spilled > 64:
+    if build.kernel == "forward" and build.mode in ("table", "plain") and build.spilled > 64:
         found.append(f"{build.spilled} bytes spilled, 64 allowed")
     if build.kernel == "keys-values" and build.spilled and build.mode == "table":
         plain = compiled(build.kernel, build.target, build.head_dim, build.item_bytes, "plain", build.config)
@@ -139,15 +149,6 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def _folder() -> Path:
-    try:
-        folder = cache_folder() / "aot"
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        folder = Path(tempfile.mkdtemp(prefix="scaleinv-"))
-    return folder
-
-
 def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, mode: str, config: configs.Config) -> Build:
     function = (FUNCTIONS | HELPERS)[kernel]
     element = "bf16" if item_bytes == 2 else "fp32"
@@ -156,7 +157,8 @@ def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, mode: str
     constants: dict[str, Any] = {
         "GROUP": 2 if options else 1, "D": width, "DV": width, "BLOCK_D": head_dim, "BLOCK_DV": head_dim,
         "TABLE": table, "SEGMENTS": 2 if options else 0, "QUERY_GAIN": options, "WHOLE": options and item_bytes == 2,
-        "TAIL": options or not table, "GATHER": "ptx", "PRECISION": "tf32x3" if item_bytes == 4 else "ieee",
+        "TAIL": options or not table,
+        "GATHER": configs.gather(target), "PRECISION": configs.precision(target, item_bytes),
         "PAD": PAD, "BLOCK": BLOCK, "SPLITS": 32, "SIZE": config.block_m,
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
     }  # fmt: skip
@@ -186,19 +188,18 @@ def _compile(kernel: str, target: str, head_dim: int, item_bytes: int, mode: str
         if kind.startswith(("*", "i64")) or name in ("queries", "keys", "chunk", "low", "high"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
-    gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    amd = target.startswith("gfx")
+    gpu = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     log = io.StringIO()
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         made = triton.compile(source, gpu, {"num_warps": config.warps, "num_stages": config.stages})
-    text = log.getvalue()
+    text = made.asm["amdgcn"] if amd else log.getvalue()
+    registers, spilled = (int(re.findall(pattern, text)[-1]) for pattern in (_AMD if amd else _NVIDIA))
+    loop = main_loop(text if amd else disassembled(made.asm["cubin"]))
     return Build(
-        kernel, target, head_dim, item_bytes, mode, config,
-        registers=int(re.findall(r"Used (\d+) registers", text)[-1]),
-        spilled=int(re.findall(r"(\d+) bytes spill stores", text)[-1]),
-        shared=made.metadata.shared,
-        loop=dict(main_loop(disassembled(made.asm["cubin"]))),
+        kernel, target, head_dim, item_bytes, mode, config, registers, spilled, made.metadata.shared, dict(loop)
     )  # fmt: skip
 
 
@@ -212,26 +213,28 @@ def disassembled(cubin: bytes) -> str:
 
 
 def main_loop(code: str) -> Counter[str]:
-    """Instructions of the innermost loop that has the most tensor-core instructions, by name without modifiers."""
+    """Instructions of the innermost loop that uses tensor cores, by name without modifiers."""
     labels: dict[str, int] = {}
     names: list[str] = []
     loops: list[tuple[int, int]] = []
     for line in code.splitlines():
-        label = re.match(r"^(\.L_x_\d+):", line.strip())
+        label = re.match(r"^(\.L\w+):", line.strip())
         if label:
             labels[label[1]] = len(names)
             continue
-        found = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.[A-Z0-9_.]+)?)(.*)", line)
+        found = re.search(_INSTRUCTION, line)
         if not found:
             continue
         names.append(found[1])
-        jump = re.search(r"`\((\.L_x_\d+)\)", found[2])
-        if found[1].startswith("BRA") and jump and jump[1] in labels:
-            loops.append((labels[jump[1]], len(names)))
+        jump = re.search(r"\.L\w+", found[2])
+        if found[1].startswith(("BRA", "s_branch", "s_cbranch")) and jump and jump[0] in labels:
+            loops.append((labels[jump[0]], len(names)))
     bodies = [Counter(_short(name) for name in names[start:stop]) for start, stop in loops]
-    tensor = [sum(n for name, n in body.items() if "MMA" in name) for body in bodies]
-    with_tensor = [body for body, count in zip(bodies, tensor, strict=True) if count]
-    return min(with_tensor, key=lambda body: sum(body.values()), default=Counter())
+    return min(filter(_tensor_cores, bodies), key=lambda body: sum(body.values()), default=Counter())
+
+
+def _tensor_cores(loop: Mapping[str, int]) -> int:
+    return sum(count for name, count in loop.items() if "MMA" in name or "mfma" in name)
 
 
 def _short(name: str) -> str:

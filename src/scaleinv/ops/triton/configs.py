@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 
 KERNELS = ("forward", "keys-values", "queries", "tables", "decode")
-TARGETS = ("sm_80", "sm_90", "sm_120")
+TARGETS = ("sm_80", "sm_90", "sm_120", "gfx942")
 HEAD_DIMS = (16, 32, 64, 128, 256)
-MAX_HEAD_DIM = {2: 256, 4: 128}
-"""By the bytes of an element: in float32, tiles of head dimension 256 do not fit the registers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a kernel is cut: queries and keys in a tile, warps in a program, stages of its pipeline."""
+    """How a kernel is cut: queries and keys in a tile, warps in a program, stages of its pipeline.
+
+    Decoding takes fewer queries than block_m where a GQA group has fewer.
+    """
 
     block_m: int
     block_n: int
@@ -27,6 +28,8 @@ class Config:
 
 def choose(kernel: str, target: str, head_dim: int, item_bytes: int) -> Config:
     """The configuration for a padded head dimension (the larger of key's and value's) and the bytes of an element."""
+    if target.startswith("gfx"):
+        return (_AMD_FLOAT32 if item_bytes == 4 else _AMD)[kernel][head_dim]
     table = _FLOAT32 if item_bytes == 4 else _HOPPER if target in ("sm_90", "sm_100", "sm_103") else _AMPERE
     if table is _AMPERE and target == "sm_80" and (kernel, head_dim) == ("forward", 128):
         return Config(128, 32, 4, 3)  # four warps read keys and values half as often as eight; later targets spill
@@ -35,13 +38,23 @@ def choose(kernel: str, target: str, head_dim: int, item_bytes: int) -> Config:
     return table[kernel][head_dim]
 
 
+def precision(target: str, item_bytes: int) -> str:
+    """How tensor cores multiply float32: on NVIDIA GPUs, which have none for it, as three tf32 products."""
+    return "tf32x3" if item_bytes == 4 and target.startswith("sm_") else "ieee"
+
+
+def gather(target: str) -> str:
+    """How entries of the table are read: on NVIDIA GPUs a plain load would go through shared memory."""
+    return "ptx" if target.startswith("sm_") else "load"
+
+
 def shipped() -> list[tuple[str, str, int, int]]:
     """Every (kernel, target, head dim, element bytes)."""
-    return [(k, t, d, b) for k in KERNELS for t in TARGETS for b in (2, 4) for d in HEAD_DIMS if d <= MAX_HEAD_DIM[b]]
+    return [(k, t, d, b) for k in KERNELS for t in TARGETS for b in (2, 4) for d in HEAD_DIMS]
 
 
 def _by_head_dim(small: Config, *larger: Config) -> dict[int, Config]:
-    return dict(zip(HEAD_DIMS, (small, small, *larger), strict=False))
+    return dict(zip(HEAD_DIMS, (small, small, *larger), strict=True))
 
 
 _AMPERE = {
@@ -51,7 +64,7 @@ _AMPERE = {
     ),
     "queries": _by_head_dim(Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
     "tables": _by_head_dim(Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    "decode": _by_head_dim(Config(16, 128, 4, 2), Config(16, 128, 4, 2), Config(16, 64, 4, 2), Config(16, 64, 4, 1)),
+    "decode": _by_head_dim(Config(32, 128, 4, 2), Config(32, 128, 4, 2), Config(32, 64, 4, 2), Config(16, 64, 4, 1)),
 }
 _HOPPER = _AMPERE | {
     "forward": _by_head_dim(
@@ -71,9 +84,24 @@ _SMALL = {
     "decode": Config(16, 64, 4, 1),
 }
 _FLOAT32 = {
-    "forward": _by_head_dim(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 8, 1)),
-    "keys-values": _by_head_dim(Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1)),
-    "queries": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 16, 4, 1)),
-    "tables": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(16, 16, 1, 1)),
-    "decode": _by_head_dim(Config(16, 64, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 4, 2)),
+    "forward": _by_head_dim(Config(64, 32, 4, 2), Config(64, 32, 4, 2), Config(32, 32, 8, 1), Config(16, 16, 8, 1)),
+    "keys-values": _by_head_dim(Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
+    "queries": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
+    "tables": _by_head_dim(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(16, 16, 1, 1), Config(16, 16, 1, 1)),
+    "decode": _by_head_dim(Config(32, 64, 4, 2), Config(32, 32, 4, 2), Config(16, 32, 4, 2), Config(16, 32, 8, 1)),
+}
+# On gfx942 a program may have 64 KB of shared memory, and a thread 512 registers with four warps (of 64 threads).
+_AMD = {
+    "forward": _by_head_dim(Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 32, 4, 2)),
+    "keys-values": _by_head_dim(Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 64, 4, 1)),
+    "queries": _by_head_dim(Config(128, 64, 8, 1), Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(64, 32, 4, 1)),
+    "tables": _by_head_dim(Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    "decode": _by_head_dim(Config(32, 128, 4, 1), Config(32, 128, 4, 1), Config(32, 128, 4, 1), Config(16, 64, 4, 1)),
+}
+_AMD_FLOAT32 = {
+    "forward": _by_head_dim(Config(128, 64, 4, 2), Config(128, 64, 4, 2), Config(128, 32, 4, 2), Config(64, 32, 4, 1)),
+    "keys-values": _by_head_dim(Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 64, 4, 1), Config(16, 32, 4, 1)),
+    "queries": _by_head_dim(Config(128, 64, 8, 1), Config(64, 64, 4, 1), Config(64, 64, 4, 1), Config(32, 16, 4, 1)),
+    "tables": _by_head_dim(Config(64, 64, 8, 1), Config(64, 64, 8, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    "decode": _by_head_dim(Config(32, 128, 4, 1), Config(32, 64, 4, 1), Config(16, 64, 4, 1), Config(16, 32, 4, 1)),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 from typing import Any
 
@@ -23,8 +24,12 @@ from scaleinv.ops.triton.table_gradients import table_kernel
 from scaleinv.ops.triton.tables import LOG2E, PAD, head_stride, pack
 
 FAR = 1 << 30
+MAX_STRIDE = 1 << 22
 INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
 """Are the kernels run by Triton's interpreter (TRITON_INTERPRET=1 when this module was imported)?"""
+
+if INTERPRETED:
+    importlib.import_module("scaleinv.ops.triton.interpreter").mend()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Problem:
             **{f"BLOCK_{name}": _padded(size) for name, size in dims.items()},
             "SEGMENTS": 0 if self.segments is None else 1 + self.segments.hides_keys,
             "QUERY_GAIN": self.query_gain is not None,
-            "PRECISION": "tf32x3" if self.query.dtype == torch.float32 else "ieee",
+            "PRECISION": configs.precision(target(self.query.device), self.query.element_size()),
         }
         if spans is not None:
             given |= {f"{end}_{spans}": known.get(f"{end}_{spans}") for end in ("first", "last")}
@@ -129,7 +134,7 @@ class Problem:
             given |= {
                 "table": packed,
                 "table_stride": 0 if packed is None else head_stride(packed),
-                "GATHER": "load" if INTERPRETED or torch.version.hip else "ptx",
+                "GATHER": "load" if INTERPRETED else configs.gather(target(self.query.device)),
                 "PAD": PAD,
             }
         return given
@@ -227,7 +232,7 @@ def _decode(problem: Problem, out: Tensor, lse: Tensor, flags: dict[str, bool]) 
     config = problem.config("decode")
     low, high = problem.geometry.key_range()
     group_rows = problem.group * queries
-    block_m = min(max(config.block_m, triton.next_power_of_2(group_rows)), 64)
+    block_m = min(_padded(group_rows), config.block_m)
     programs = batch * problem.key.shape[1] * triton.cdiv(group_rows, block_m)
     splits, chunk = split(high - low, programs, config.block_n, _processors(problem.query.device))
     part_out = out.new_empty(splits, *out.shape, dtype=torch.float32)
@@ -292,6 +297,8 @@ def target(device: torch.device) -> str:
     """The GPU's architecture, as `configs` names it; the interpreter runs with the blocks of sm_80."""
     if device.type != "cuda":
         return "sm_80"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -302,8 +309,9 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with contiguous rows."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """x with contiguous rows, so close to each other that kernels can count a tile's elements in 32 bits."""
+    contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
+    return x if contiguous and x.stride(-2) < MAX_STRIDE else x.contiguous()
 
 
 def _tiles(config: configs.Config) -> dict[str, int]:

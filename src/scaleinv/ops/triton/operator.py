@@ -12,13 +12,6 @@ from scaleinv.ops.triton import launch
 from scaleinv.ops.triton.launch import Problem
 
 
-def _readable(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As the kernels read them: Triton's interpreter truncates and multiplies bfloat16 wrongly, so it gets float32."""
-    if not launch.INTERPRETED or query.dtype != torch.bfloat16:
-        return query, key, value
-    return query.to(torch.float32), key.to(torch.float32), value.to(torch.float32)
-
-
 @torch.library.custom_op("scaleinv::triton", mutates_args=())
 def triton_forward(
     query: Tensor,
@@ -41,10 +34,8 @@ def triton_forward(
     the tables large terms cancel, and the roundings of the output would stay.
     """
     geometry = Geometry(query.shape[2], key.shape[2], offset, min_distance, max_distance)
-    query, key, readable = _readable(query, key, value)
-    problem = Problem.of(query, key, readable, query_gain, gain, shift, document_ids, key_mask, scale, geometry)
-    out, lse = launch.forward(problem, whole)
-    return out.to(torch.float32 if whole else value.dtype), lse
+    problem = Problem.of(query, key, value, query_gain, gain, shift, document_ids, key_mask, scale, geometry)
+    return launch.forward(problem, whole)
 
 
 @triton_forward.register_fake
@@ -76,11 +67,8 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value, query_gain and the tables; the last three are empty where not wanted."""
     geometry = Geometry(query.shape[2], key.shape[2], offset, min_distance, max_distance)
-    dtype = query.dtype
-    query, key, value = _readable(query, key, value)
     problem = Problem.of(query, key, value, query_gain, gain, shift, document_ids, key_mask, scale, geometry)
-    q, k, v, *rest = launch.backward(problem, grad_out, grad_lse, out, lse, table_grads)
-    return q.to(dtype), k.to(dtype), v.to(dtype), rest[0], rest[1], rest[2]
+    return launch.backward(problem, grad_out, grad_lse, out, lse, table_grads)
 
 
 @triton_backward.register_fake
