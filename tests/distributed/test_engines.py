@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import FAST, Case, assert_as_accurate
-from attention_cases import run as run_alone
+from attention_cases import FAST, Case, check
 
 from scaleinv.distributed.layout import Split
 from scaleinv.distributed.plan import Plan
@@ -47,10 +46,7 @@ def run_in_blocks(case: Case, engine: str, dtype: torch.dtype) -> dict[str, torc
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("engine", [pytest.param(x, marks=[pytest.mark.slow] * (x == "triton")) for x in ENGINES])
 def test_blocks_equal_the_whole(engine: str, case: Case, dtype: torch.dtype) -> None:
-    exact = run_alone(case, "reference", torch.float64, given=dtype)
-    tensor_cores = engine == "triton" and dtype != torch.float32
-    twin = run_alone(case, "rounded" if tensor_cores else "reference", dtype)
-    assert_as_accurate(run_in_blocks(case, engine, dtype), twin, exact, rounded_once=tensor_cores)
+    check(case, engine, dtype, run_in_blocks)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import rounded
 import torch
@@ -181,8 +181,8 @@ def run(case: Case, backend: str, compute: torch.dtype, given: torch.dtype | Non
     return {"output": out.detach(), "logsumexp": lse.detach()} | grads
 
 
-def check(case: Case, backend: str, dtype: torch.dtype) -> None:
-    """The backend is as accurate as the reference.
+def check(case: Case, backend: str, dtype: torch.dtype, compute: Callable[..., dict[str, Tensor]] = run) -> None:
+    """The backend is as accurate as the reference. ``compute`` is how to call it.
 
     Tensor cores multiply what is rounded to the inputs' 16 bits, weights included: there the reference rounds it too.
     """
@@ -193,7 +193,7 @@ def check(case: Case, backend: str, dtype: torch.dtype) -> None:
         return run(drawn, twin, dtype), run(drawn, "reference", torch.float64, given=dtype)
 
     others = (pair(case.seed + 1 + n) for n in range(7))
-    assert_as_accurate(run(case, backend, dtype), *pair(case.seed), others)
+    assert_as_accurate(compute(case, backend, dtype), *pair(case.seed), others)
 
 
 def assert_equal_to_rounding(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-10) -> None:
