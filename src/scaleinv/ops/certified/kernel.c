@@ -31,7 +31,7 @@
 #define DENSE 0.5          /* where more of the keys would be read than this, all are: in order, they cost no more */
 #define LONGEST_WAIT 64    /* steps for which a head that had to read everything is not bounded at all */
 
-/* Rounding. U is float32's unit roundoff; the others are rounded up generously from the sums in bounds.py. */
+/* Rounding. U is float32's unit roundoff; the others are rounded up generously from the counts beside them. */
 #define U 5.9604644775390625e-8
 #define SCORE_SLACK 1e-6f   /* of a bounded logit, relative to |a S| + |m|: 16 U */
 #define WIDTH_SLACK 1e-5    /* of an interval's own width */
