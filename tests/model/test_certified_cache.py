@@ -45,15 +45,29 @@ def test_every_layer_has_a_certificate_within_the_tolerance():
         assert bool((certificate.mass <= 0.05).all())
 
 
+@pytest.mark.parametrize("method", ["scale-invariant-p-rope", "rope+ntk", "yarn"])
 @torch.no_grad()
-def test_a_fork_goes_on_from_an_earlier_place():
-    model = small("scale-invariant-p-rope")
+def test_a_fork_goes_on_from_an_earlier_place(method):
+    model = small(method)
     cache = CertifiedKVCache(0.0)
     decode(model, cache, [60])
     past = cache.fork(torch.tensor([1]), 50)
     logits = model(TOKENS[1:, 50:90], cache=past)
     torch.testing.assert_close(logits, model(TOKENS[1:])[:, 50:], rtol=1e-4, atol=1e-4)
     assert cache.length == 60
+
+
+@torch.no_grad()
+def test_a_cache_with_half_a_step_is_refused():
+    model = small("scale-invariant-p-rope")
+    cache = CertifiedKVCache(0.0)
+    decode(model, cache, [40])
+    with pytest.raises(ValueError, match="key_mask must be"):
+        model(TOKENS[:, 40:41], cache=cache, key_mask=torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="part of a step that failed"):
+        model(TOKENS[:, 40:41], cache=cache)
+    cache.reset()
+    torch.testing.assert_close(model(TOKENS, cache=cache), model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_infini_attention_is_refused():

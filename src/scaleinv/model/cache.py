@@ -110,6 +110,7 @@ class CertifiedKVCache(KVCache):
         """The certificate of each layer's last step."""
 
     def reset(self) -> None:
+        """Forget the text, and free its memory."""
         super().reset()
         self.certified.clear()
         self.certificates.clear()
@@ -125,6 +126,8 @@ class CertifiedKVCache(KVCache):
         backend: str,
     ) -> Tensor:
         held = self.certified.setdefault(layer, CertifiedCache(logits, self.tolerance))
+        if held.length != self.length:
+            raise ValueError("cache holds part of a step that failed: reset() it and read the text again")
         held.append(key, value)
         if query.shape[2] <= self.CHUNK:
             out, self.certificates[layer] = held.attend(query, key_mask=key_mask)
@@ -137,6 +140,7 @@ class CertifiedKVCache(KVCache):
         """A separate cache for some rows of the batch and the first ``length`` tokens."""
         past = CertifiedKVCache(self.tolerance, self.context_length)
         past.length = length
+        past.tokens = None if self.tokens is None else self.tokens[rows, :length]
         for layer, held in self.certified.items():
             if length:
                 key, value = held.tensors()

@@ -117,9 +117,10 @@ def test_a_refused_first_append_leaves_the_cache_empty():
     assert cache.length == 3
 
 
-def test_a_copy_is_a_cache_of_its_own():
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_cache_of_its_own(duplicate):
     cache = filled(1500)
-    other, query = copy.deepcopy(cache), torch.randn(1, 4, 1, 8)
+    other, query = duplicate(cache), torch.randn(1, 4, 1, 8)
     assert torch.equal(cache.attend(query)[0], other.attend(query)[0])
     other.append(torch.randn(1, 2, 1, 8), 100 * torch.ones(1, 2, 1, 4))
     assert (cache.length, other.length) == (1500, 1501)
@@ -169,6 +170,7 @@ def test_errors_name_what_does_not_fit():
         (torch.randn(1, 2, 1, 8).double(), "query must be like the keys"),
         (torch.ones(1, 2, 1, 8, dtype=torch.long), "query must be like the keys"),
         (torch.empty(1, 2, 1, 8, device="meta"), "query must be like the keys.* on meta"),
+        (torch.randn(1, 2, 1, 8).to_sparse(), "query must be a dense tensor"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.attend(query)

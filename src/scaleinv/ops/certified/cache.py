@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import torch
@@ -135,6 +136,8 @@ class CertifiedCache:
     def attend(self, query: Tensor, *, key_mask: Tensor | None = None) -> tuple[Tensor, Certificate]:
         """Attention of queries ``[B, H, Nq, D]`` at the last Nq positions: output ``[B, H, Nq, Dv]`` and certificate.
 
+        The output carries no gradient.
+
         Args:
             query: KV divides H, and query head h reads key head ``h // (H / KV)``.
             key_mask: bool ``[B, length]``, True for visible keys.
@@ -155,6 +158,9 @@ class CertifiedCache:
         if rounded.dtype != out.dtype:
             error = error + (rounded.double() - out.double()).norm(dim=-1)
         return rounded, Certificate(mass, error, read)
+
+    def __copy__(self) -> CertifiedCache:
+        return copy.deepcopy(self)  # two caches with the same pages would write over each other's tokens
 
     def __getstate__(self) -> dict:
         return {name: held for name, held in vars(self).items() if name != "_addresses"} | {"_form": None}
@@ -281,6 +287,8 @@ class CertifiedCache:
         if not self.length:
             raise ValueError("the cache is empty: append keys first")
         held = self.pages[0].key
+        if query.layout != torch.strided:
+            raise ValueError(f"query must be a dense tensor, got {query.layout}")
         if query.dim() != 4 or query.shape[0] != held.shape[0] or query.shape[3] != held.shape[3]:
             raise ValueError(
                 f"query must have shape [{held.shape[0]}, heads, length, {held.shape[3]}], got {list(query.shape)}"

@@ -30,8 +30,10 @@
 #define AHEAD 6            /* rows fetched ahead of their use */
 #define DENSE 0.5          /* where more of the keys would be read than this, all are: in order, they cost no more */
 #define LONGEST_WAIT 64    /* steps for which a head that had to read everything is not bounded at all */
+#define ATTEMPTS 3         /* by an estimate of the total weight; by the certain weight of what was read; everything */
+#define SMALL (1 << 19)    /* products of a step up to which one thread is as good: on a busy machine others are late */
 
-/* Rounding. U is float32's unit roundoff; the others are rounded up generously from the sums in bounds.py. */
+/* Rounding. U is float32's unit roundoff; the others are rounded up generously from the counts beside them. */
 #define U 5.9604644775390625e-8
 #define SCORE_SLACK 1e-6f   /* of a bounded logit, relative to |a S| + |m|: 16 U */
 #define WIDTH_SLACK 1e-5    /* of an interval's own width */
@@ -313,12 +315,12 @@ typedef struct {
 typedef struct {
     const Attend *c;
     int64_t rows, pages, width; /* rows of one key head; pages of the cache; width of a row of upper weights */
-    int64_t team;             /* threads that run: maybe fewer than were asked for */
     Row *row;
     Part *part;               /* [rows of all, pages] */
     float *value;             /* [rows of all, pages, value_dim] */
     float *upper;             /* [rows of all, width] */
-    double *bins;             /* [team, rows of all, 2, BINS]: sums and counts */
+    double *bins;             /* [threads, rows of all, 2, BINS]: sums and counts */
+    int64_t pending[ATTEMPTS]; /* rows that are not done after each */
     double *queries;          /* room for the rows' queries and their codes */
     int8_t *codes;
 } Step;
@@ -530,15 +532,15 @@ static void weigh_page(const Step *s, double *bins, int64_t pair, int64_t n) {
 static void choose_threshold(const Step *s, int64_t at, double allowed) {
     const Attend *c = s->c;
     Row *r = s->row + at;
-    int64_t stride = c->batches * c->heads * c->queries * 2 * BINS, bin = 0;
+    int64_t stride = c->batches * c->heads * c->queries * 2 * BINS, bin = 0, team = team_size();
     double unread = 0, reads = 0;
     for (; bin < BINS; bin++) {
         const double *sums = s->bins + at * 2 * BINS + bin;
-        for (int64_t t = 0; t < s->team; t++) unread += sums[t * stride];
+        for (int64_t t = 0; t < team; t++) unread += sums[t * stride];
         if (unread > allowed) break;
     }
     for (int64_t higher = MAX(bin, 1); higher < BINS; higher++)
-        for (int64_t t = 0; t < s->team; t++) reads += s->bins[t * stride + at * 2 * BINS + BINS + higher];
+        for (int64_t t = 0; t < team; t++) reads += s->bins[t * stride + at * 2 * BINS + BINS + higher];
     r->threshold = bin < BINS ? weight_of(bin) : 2;
     if (bin == 0 || reads > DENSE * (r->high - r->low)) r->whole = 1;
 }
@@ -753,7 +755,7 @@ static void learn(const Step *s, int64_t head) {
     else wait[1] = 0;
 }
 
-static void run(Step *s, Scratch *scratch, double *sum, int thread, int64_t *pending) {
+static void run(Step *s, Scratch *scratch, double *sum, int thread) {
     const Attend *c = s->c;
     int64_t pairs = c->batches * c->kv_heads, rows = pairs * s->rows;
 #pragma omp for schedule(static)
@@ -768,18 +770,15 @@ static void run(Step *s, Scratch *scratch, double *sum, int thread, int64_t *pen
 #pragma omp for schedule(dynamic, 1) collapse(2)
     for (int64_t pair = 0; pair < pairs; pair++)
         for (int64_t n = 0; n < s->pages; n++) weigh_page(s, bins, pair, n);
-    for (int attempt = 0; attempt < 3; attempt++) {
+    for (int attempt = 0; attempt < ATTEMPTS; attempt++) {
 #pragma omp for schedule(static)
         for (int64_t at = 0; at < rows; at++) {
             Row *r = s->row + at;
             if (!r->pending) continue;
-            r->whole = !r->bounded || attempt == 2;
-            /* First by an estimate of all weights; where that was not enough, by the certain weight of the read. */
+            r->whole = !r->bounded || attempt == ATTEMPTS - 1;
             double share = attempt ? 0.9999 * c->tolerance / (1 - c->tolerance) : 0.98 * c->tolerance;
             if (!r->whole) choose_threshold(s, at, share * r->total);
         }
-#pragma omp single
-        *pending = 0;
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t pair = 0; pair < pairs; pair++)
             for (int64_t n = 0; n < s->pages; n++) read_page(s, scratch, pair, n);
@@ -789,18 +788,17 @@ static void run(Step *s, Scratch *scratch, double *sum, int thread, int64_t *pen
             s->row[at].pending = !finish(s, at, sum);
             if (s->row[at].pending) {
 #pragma omp atomic
-                (*pending)++;
+                s->pending[attempt]++;
             }
         }
-        if (!*pending) break;
-#pragma omp barrier
+        if (!s->pending[attempt]) break;
     }
 #pragma omp for schedule(static)
     for (int64_t head = 0; head < c->batches * c->heads; head++) learn(s, head);
 }
 
 int scaleinv_attend(const Attend *c) {
-    int64_t rows = c->batches * c->heads * c->queries, pages = (c->keys + PAGE - 1) / PAGE, pending = 0, failed = 0;
+    int64_t rows = c->batches * c->heads * c->queries, pages = (c->keys + PAGE - 1) / PAGE, failed = 0;
     int64_t dim = ROUND_UP(c->dim, 16);
     Step s = {.c = c, .pages = pages, .rows = c->heads / c->kv_heads * c->queries, .width = pages * PAGE};
     s.row = room(rows * sizeof(Row)), s.part = room(rows * pages * sizeof(Part));
@@ -808,7 +806,7 @@ int scaleinv_attend(const Attend *c) {
     s.bins = room(c->threads * rows * 2 * BINS * sizeof(double));
     s.queries = room(rows * dim * sizeof(double)), s.codes = room(rows * 2 * dim);
     failed = !s.row || !s.part || !s.value || !s.upper || !s.bins || !s.queries || !s.codes;
-#pragma omp parallel num_threads(c->threads) if (!failed)
+#pragma omp parallel num_threads(c->threads) if (!failed && rows * c->keys * c->dim > SMALL)
     {
         Scratch *scratch = room(sizeof(Scratch));
         double *sum = room(c->value_dim * sizeof(double));
@@ -817,9 +815,7 @@ int scaleinv_attend(const Attend *c) {
             failed = 1;
         }
 #pragma omp barrier
-#pragma omp single
-        s.team = team_size();
-        if (!failed) run(&s, scratch, sum, thread_number(), &pending);
+        if (!failed) run(&s, scratch, sum, thread_number());
         free(scratch), free(sum);
     }
     free(s.row), free(s.part), free(s.value), free(s.upper), free(s.bins), free(s.queries), free(s.codes);
