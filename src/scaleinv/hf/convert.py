@@ -137,13 +137,13 @@ def convert_folder(
         raise ValueError(f"out must be a new or an empty folder, got {os.fspath(out)}")
     model = load_pretrained(source)
     convert(model, tau=tau, p=p, **options)
-    tokenizer = _tokenizer(source)
+    tokenizer = load_tokenizer(source)
     model.save_pretrained(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
 
 
-def _tokenizer(source: str | os.PathLike[str]) -> Any:
+def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The tokenizer that goes with a model; None for a folder without one."""
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
