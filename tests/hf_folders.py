@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from hf_builders import MODELS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_builders import MODELS
 
 VOCABULARY = 258
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
@@ -29,7 +30,7 @@ def small_model(model_type: str = "llama", **changes: object) -> PreTrainedModel
     torch.manual_seed(0)
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1}
+    ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1}  # positions matter
     config = CONFIG_MAPPING[model_type](**{**size, **heads, **ids, **MODELS.get(model_type, {}), **changes})
     return AutoModelForCausalLM.from_config(config).eval()
 

@@ -37,10 +37,10 @@ _CHUNK = 1 << 20  # characters tokenised together
 class ModelTokens(TokenData):
     """One split of tokenised text: a .npy file of uint32, read through a memory map."""
 
-    def __init__(self, path: Path, end_of_text: int, sha256: str) -> None:
-        self.paths, self.end_of_text, self.hashes, self.sha256 = [path], end_of_text, [sha256], sha256
+    def __init__(self, path: Path, end_of_text: int) -> None:
         self._tokens = np.load(path, mmap_mode="r")
-        self.total = len(self._tokens)
+        self.sha256 = hashlib.sha256(self._tokens.data).hexdigest()
+        self.paths, self.end_of_text, self.hashes, self.total = [path], end_of_text, [self.sha256], len(self._tokens)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens start … start + count - 1, uint32."""
@@ -125,6 +125,8 @@ class Windows(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
         inputs, _ = self.data.batch(index, 1, self.length, seed=self.seed)
         return {"input_ids": inputs[0], "labels": inputs[0]}
 
@@ -159,10 +161,11 @@ def _opened(folder: Path, start: int, vocabulary: int) -> dict[str, TokenData]:
     for split, known in meta.get("splits", {}).items():
         path = folder / f"{split}.npy"
         try:
-            found[split] = ModelTokens(path, start, known["sha256"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found[split] = ModelTokens(path, start)
+            whole = found[split].sha256 == known["sha256"]
+        except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise UnreadableFile(path, f"cannot be read ({error})") from error
-        if found[split].total != known.get("total"):
+        if not whole:
             raise UnreadableFile(path, "does not hold the tokens that were written")
         if known["highest"] >= vocabulary:
             raise ValueError(
@@ -197,17 +200,14 @@ def _write(text: str, tokenizer: Any, start: int, val_fraction: float, folder: P
             place += entry.size
         whole.flush()
         digest = hashlib.sha256(whole.data).hexdigest()
-        splits[split] = {"total": total, "highest": int(whole.max()), "sha256": digest}
+        splits[split] = {"tokens": total, "highest": int(whole.max()), "sha256": digest}
     del tokens
     spool.unlink()
     write_json(folder / META, {"text": text, "splits": splits})
 
 
 def _encoded(items: Iterator[Any], tokenizer: Any) -> Iterator[tuple[Any, list[int]]]:
-    """Each document with its ids; text that spells a special token is only text."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        backend.encode_special_tokens = True
+    """Each document with its ids."""
     while chunk := list(itertools.islice(items, 64)):
         texts = [item.document.text for item in chunk]
         if sum(map(len, texts)) > _CHUNK:  # long documents one by one: their tokens are Python integers
@@ -218,7 +218,9 @@ def _encoded(items: Iterator[Any], tokenizer: Any) -> Iterator[tuple[Any, list[i
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    """Ids of texts; one that spells a special token is only text."""
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    return tokenizer(texts, split_special_tokens=True, **options)["input_ids"]
 
 
 def _identity(tokenizer: Any) -> str:

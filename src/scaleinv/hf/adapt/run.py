@@ -120,8 +120,6 @@ class _Work:
     def run(self, out: Path, command: str | None) -> Summary:
         config, here = self.config, self.here
         settings = self.settings(command)
-        if any(not self._done(out / "before", name, 0) for name in config.names):
-            self.progress("before training")
         for name in config.names:
             self.evaluate(out / "before", self.stock, name, 0)
         sum_up = functools.partial(folders.summarize, names=config.names, lengths=self.lengths, tokens=self.tokens)
@@ -164,7 +162,7 @@ class _Work:
         if self._done(out, name, seed):
             return
         as_variant(model, name, self.config, self.train_length)
-        label = f"{name} seed {seed}"
+        label = f"{name} seed {seed}" if out == Path(self.config.out) else f"{name} before training"
         found = losses_by_length(model, self.data.val, self.lengths, self.tokens, self.here, label, self.progress)
         result = Evaluation(name, seed, trained_as(name), self.train_length, None, None, self.tokens, found)
         self.here.on_first(result.save, out / "evaluations")
