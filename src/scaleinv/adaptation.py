@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from scaleinv import lengths
 from scaleinv.constants import TAU
@@ -34,14 +34,20 @@ class Variant:
 
 VARIANTS: dict[str, Variant] = {
     "stock": Variant("the model as it is", "plain"),
-    "yarn": Variant("the trained stock model, YaRN beyond its trained length", "plain", False, True, "stock"),
-    "p-rope": Variant("p-RoPE, plain logits", "plain", True),
+    "yarn": Variant(
+        "the trained stock model, YaRN beyond its trained length", "plain", stretch=True, trained_as="stock"
+    ),
+    "p-rope": Variant("p-RoPE, plain logits", "plain", p_rope=True),
     "scale-invariant": Variant("scale-invariant logits, the model's own rotary", "scale-invariant"),
     "scale-invariant+yarn": Variant(
         "the trained scale-invariant model, YaRN's frequencies beyond its trained length",
-        *("scale-invariant", False, True, "scale-invariant"),  # type: ignore[arg-type]
+        "scale-invariant",
+        stretch=True,
+        trained_as="scale-invariant",
     ),
-    "scale-invariant-p-rope": Variant("scale-invariant logits and p-RoPE, the paper's method", "scale-invariant", True),
+    "scale-invariant-p-rope": Variant(
+        "scale-invariant logits and p-RoPE, the paper's method", "scale-invariant", p_rope=True
+    ),
 }
 
 
@@ -78,7 +84,7 @@ class AdaptConfig:
     val_data: str | None = setting(
         None, "held-out data of the same kinds", unset="documents held out of the data", several=True
     )
-    variants: str = setting("all", f"comma-separated, or all: {', '.join(VARIANTS)}", several=True)
+    variants: str = setting("all", "comma-separated, or all", several=True)
     seeds: int = setting(1, "models of each variant; a seed is an order of windows", least=1, most=10_000)
     lengths: str = setting("1x,4x,16x", "context lengths to evaluate at, 4x or 2048", several=True)
     val_tokens: int = setting(65_536, "held-out tokens to evaluate on, the same at every length", least=1)
@@ -155,9 +161,6 @@ class AdaptConfig:
         for name in self.names:
             found.setdefault(trained_as(name), []).append(name)
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def parse_count(text: str) -> int:

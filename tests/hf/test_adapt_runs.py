@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_folders import model_folder, text_folder
 from scaleinv.eval.loss import read_evaluation
-from scaleinv.files import locked
+from scaleinv.files import locked, read_lines
 from scaleinv.hf.adapt.training import newest, remove_unfinished
 
 pytestmark = pytest.mark.slow
@@ -36,11 +36,17 @@ def run(words: list[str], out: Path) -> None:
     subprocess.run([sys.executable, *words, "--out", str(out)], check=True, capture_output=True, timeout=300)
 
 
-def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("extra", "kills"),
+    [((), (2, 5, 9)), (("--lora", "2"), (5,)), (("--anneal", "0.6", "--distill"), (5,))],
+    ids=["weights", "lora", "annealed"],
+)
+def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra: tuple, kills: tuple) -> None:
     """Weights, losses of every step and evaluations are those of a run that nobody disturbed; with dropout."""
+    words += extra
     run(words, tmp_path / "whole")
     out = tmp_path / "killed"
-    for wanted in (2, 5, 9):  # three times, after different steps
+    for wanted in kills:  # after different steps
         process = subprocess.Popen([sys.executable, *words, "--out", str(out)], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 200
         while newest(out / "checkpoints" / NAME) is None or _step(out) < wanted:
@@ -56,8 +62,10 @@ def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path) -> Non
     for name in ("scale-invariant", "scale-invariant+yarn"):
         both = [read_evaluation(x / "evaluations" / f"{name}-seed0.json") for x in (tmp_path / "whole", out)]
         assert both[0] == both[1]
-    curves = [(x / "curves" / f"{NAME}.jsonl").read_text().splitlines() for x in (tmp_path / "whole", out)]
-    assert len(curves[0]) == len(curves[1]) == 12
+    lines = [read_lines(x / "curves" / f"{NAME}.jsonl") for x in (tmp_path / "whole", out)]
+    steps = [[(line["step"], line["loss"]) for line in curve] for curve in lines]
+    assert len(steps[0]) == 12
+    assert steps[0] == steps[1]
     assert not (out / "checkpoints").exists()
 
 

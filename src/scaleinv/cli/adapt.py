@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from scaleinv.adaptation import AdaptConfig
+from scaleinv.adaptation import VARIANTS, AdaptConfig
 from scaleinv.cli.common import command, device, text
 from scaleinv.cli.options import add_options, given
 from scaleinv.settings import Setting, settings
@@ -23,7 +23,8 @@ def add(commands: Any) -> None:
         "scaleinv adapt path/to/model --data books/ --tokens 50M --out runs/adapt",
         "scaleinv adapt HuggingFaceTB/SmolLM2-135M --variants stock,yarn,scale-invariant+yarn --train-length 2048",
         "torchrun --nproc-per-node 8 -m scaleinv adapt path/to/model --data books/ --lora 16 --out runs/adapt",
-        detail="If interrupted, rerun the same command to resume.",
+        detail="If interrupted, rerun the same command to resume.\n\nvariants:\n"
+        + "\n".join(f"  {name:<24}{variant.summary}" for name, variant in VARIANTS.items()),
     )
     add_options(parser, KNOWN, {})
     parser.usage = "%(prog)s MODEL [OPTION ...]"

@@ -198,6 +198,8 @@ def _open(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
     embedded = kwargs.get("inputs_embeds")
     inputs = embedded if embedded is not None else kwargs.get("input_ids", args[0] if args else None)
+    if inputs is None:
+        return  # the model says what is missing
     tokens = inputs.shape[1]
     known = getattr(cache, _LENGTH, None)
     compiling = torch.compiler.is_compiling()  # a compiled graph cannot look at positions or at a static cache

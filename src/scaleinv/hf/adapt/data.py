@@ -210,11 +210,10 @@ def _encoded(items: Iterator[Any], tokenizer: Any) -> Iterator[tuple[Any, list[i
     """Each document with its ids."""
     while chunk := list(itertools.islice(items, 64)):
         texts = [item.document.text for item in chunk]
-        if sum(map(len, texts)) > _CHUNK:  # long documents one by one: their tokens are Python integers
-            found = (_ids(tokenizer, [text])[0] for text in texts)
-        else:
-            found = iter(_ids(tokenizer, texts))
-        yield from zip(chunk, found, strict=True)
+        if sum(map(len, texts)) <= _CHUNK:
+            yield from zip(chunk, _ids(tokenizer, texts), strict=True)
+        else:  # long documents one by one: their tokens are Python integers
+            yield from ((item, _ids(tokenizer, [text])[0]) for item, text in zip(chunk, texts, strict=True))
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,20 +41,9 @@ def model_folder(out: Path, name: str, seed: int) -> Path:
     return out / "models" / f"{name}-seed{seed}"
 
 
-def make_whole(folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder under another name, and rename it when it is whole."""
-    making = making_folder(folder)
-    try:
-        write(making)
-        os.replace(making, folder)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
-
-
-def making_folder(folder: Path) -> Path:
-    """A name to write a folder under until it is whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    return folder.with_name(f".making-{folder.name}-{uuid.uuid4().hex[:8]}")
+def making(folder: Path) -> Path:
+    """The name under which a folder is written until it is whole."""
+    return folder.with_name(f".making-{folder.name}")
 
 
 def remove_leftovers(out: Path) -> None:
@@ -66,19 +54,17 @@ def remove_leftovers(out: Path) -> None:
 
 def link_folder(source: Path, folder: Path, save_config: Callable[[Path], object]) -> None:
     """A folder with another folder's files, as hard links where the file system has them, and a config of its own."""
-
-    def write(making: Path) -> None:
-        making.mkdir()
-        for path in source.iterdir():
-            if path.name == "config.json":
-                continue
-            try:
-                os.link(path, making / path.name)
-            except OSError:
-                shutil.copy2(path, making / path.name)
-        save_config(making)
-
-    make_whole(folder, write)
+    made = making(folder)
+    made.mkdir()
+    for path in source.iterdir():
+        if path.name == "config.json":
+            continue
+        try:
+            os.link(path, made / path.name)
+        except OSError:
+            shutil.copy2(path, made / path.name)
+    save_config(made)
+    os.replace(made, folder)
 
 
 def evaluated(folder: Path, name: str, seed: int, lengths: Mapping[str, int], tokens: int) -> Evaluation | None:

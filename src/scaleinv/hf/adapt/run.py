@@ -17,7 +17,7 @@ import transformers
 from accelerate import PartialState
 
 from scaleinv import lengths
-from scaleinv.adaptation import BASE, AdaptConfig, trained_as
+from scaleinv.adaptation import BASE, AdaptConfig, trained_as, variant
 from scaleinv.data.documents import absolute_spec
 from scaleinv.eval.loss import Evaluation
 from scaleinv.eval.summary import Summary
@@ -144,7 +144,7 @@ class _Work:
         if folder.exists():
             return
         checkpoints = out / "checkpoints" / folder.name
-        making = folders.making_folder(out / "models" / folder.name).with_name(f".making-{folder.name}")  # of all ranks
+        making = folders.making(folder)
         data, steps, here = self.data.train, self.steps, self.here
         lines = train(self.config, name, seed, data, steps, here, checkpoints, making, self.progress)
 
@@ -188,6 +188,7 @@ class _Work:
         """How the numbers were made, for summary.json and its page."""
         config = self.config
         text = self.stock.config.get_text_config()
+        stretches = any(variant(name).stretch for name in config.names)
         return {
             "command": command,
             "base": BASE if BASE in config.names else None,
@@ -197,7 +198,7 @@ class _Work:
             "model": Path(config.model).name if Path(config.model).is_dir() else config.model,
             "parameters": {name: sum(x.numel() for x in self.stock.parameters()) for name in config.served()},
             "steps": self.steps.count,
-            "stretched_beyond": _or_none(stretched_from, text, self.train_length),
+            "stretched_beyond": stretched_from(text, self.train_length) if stretches else None,
             "seeds": config.seeds,
             "lengths": config.lengths,
             "validation_tokens": self.tokens,
@@ -219,13 +220,6 @@ class _Work:
         size = len(text.encode("utf-8", "replace")) / len(ids)
         name = Path(self.config.model).name
         return {"tokenizer": name, "vocabulary": len(self.tokenizer), "bytes_per_token": round(size, 4)}
-
-
-def _or_none(function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except ValueError:
-        return None
 
 
 def _line(values: dict[str, Any]) -> str:
