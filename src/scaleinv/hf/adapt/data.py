@@ -9,9 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from scaleinv.data import TokenData
+from scaleinv.data.cache import replace_folder, temporary_folder
 from scaleinv.data.corpus import check_apart, held_out, shard_paths
 from scaleinv.data.documents import fingerprint
 from scaleinv.data.prepare import Entry, placed, split_documents
@@ -141,17 +139,9 @@ def _tokenised(
         return _opened(folder, start, vocabulary)
     except UnreadableFile:  # missing or damaged: made again
         pass
-    made = cache / f".making-{uuid.uuid4().hex}"
-    try:
-        made.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"cache {cache} must be a folder that can be written to ({error.strerror})") from error
-    try:
+    with temporary_folder(cache) as made:
         _write(text, tokenizer, start, val_fraction, made, progress)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        replace_folder(folder, made)
     return _opened(folder, start, vocabulary)
 
 

@@ -130,7 +130,7 @@ class _Work:
                 self.train(out, model, seed)
                 left = [name for name in names if not self._whole(out, name, seed)]
                 if left:
-                    trained = load_pretrained(folders.model_folder(out, model, seed)).eval()
+                    trained = self.trained(folders.model_folder(out, model, seed))
                     for name in left:
                         self.evaluate(out, trained, name, seed)
                         here.on_first(self.save_variant, out, trained, name, seed)
@@ -156,6 +156,12 @@ class _Work:
             shutil.rmtree(checkpoints, ignore_errors=True)
 
         here.on_first(finish)
+
+    def trained(self, folder: Path) -> Any:
+        try:
+            return load_pretrained(folder).eval()
+        except ValueError as error:
+            raise ValueError(f"{error}; delete {folder} to train it again") from error
 
     def evaluate(self, out: Path, model: Any, name: str, seed: int) -> None:
         """The loss of a model as a variant, unless it is known."""

@@ -21,6 +21,7 @@ from scaleinv.hf.adapt.data import Windows
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.hf.convert import conversion
 from scaleinv.hf.source import load_pretrained
+from scaleinv.hub import reason
 from scaleinv.progress import Progress, Report, clock
 from scaleinv.train.distributed import World
 
@@ -181,7 +182,8 @@ def train(
     windows = Windows(data, steps.length, steps.count * steps.windows, seed)
     trainer = AdaptTrainer(trained, arguments, train_dataset=windows)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Watcher(model, f"{name} seed {seed}", config, steps, progress))
+    watcher = Watcher(model, f"{name} seed {seed}", config, steps, progress)
+    trainer.add_callback(watcher)
     if config.distill and name != BASE:
         teacher = load_pretrained(config.model).to(here.device, torch.bfloat16 if on_gpu else torch.float32)
         trainer.teacher, trainer.loss_is_scaled_for_ga = teacher.eval().requires_grad_(False), False
@@ -189,7 +191,12 @@ def train(
     last = newest(folder)
     if last is not None:
         progress(f"{name} seed {seed}: resumed from {last.name}")
-    trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    try:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    except Exception as error:
+        if last is None or watcher.first is not None:
+            raise
+        raise ValueError(f"{last} cannot be resumed from ({reason(error)}): delete it to begin again") from error
     set_tau(model, config.tau)
     if use_cache is not None:
         model.config.use_cache = use_cache  # Trainer turns it off
