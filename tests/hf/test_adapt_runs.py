@@ -43,6 +43,8 @@ def run(words: list[str], out: Path) -> None:
 )
 def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra: tuple, kills: tuple) -> None:
     """Weights, losses of every step and evaluations are those of a run that nobody disturbed; with dropout."""
+    if "--lora" in extra:
+        pytest.importorskip("peft")
     words += extra
     run(words, tmp_path / "whole")
     out = tmp_path / "killed"

@@ -150,7 +150,9 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # whatever the libraries make of a damaged file
         raise ValueError(f"the tokenizer of {os.fspath(source)} cannot be loaded: {reason(error)}") from error
 
 
