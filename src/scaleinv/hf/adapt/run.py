@@ -55,7 +55,6 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
     check_source(config.model)
     if config.lora:
         require_peft()
-    find_device(config.device)
     state = PartialState(cpu=find_device(config.device).type == "cpu")
     here = World(state.process_index, state.num_processes, state.device)
     work = _Work(config, here, progress if here.first else silent)
@@ -109,7 +108,6 @@ class _Work:
         first = self.stock.get_input_embeddings().weight.detach()[:64].to("cpu", torch.float32).contiguous()
         kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal")
         return {
-            "model": str(Path(config.model).absolute()) if Path(config.model).is_dir() else config.model,
             "weights": hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
             "corpus_sha256": self.data.sha256,
             "train_length": self.train_length,
@@ -128,12 +126,7 @@ class _Work:
         for seed in range(config.seeds):
             for model, names in config.served().items():
                 self.train(out, model, seed)
-                left = [name for name in names if not self._whole(out, name, seed)]
-                if left:
-                    trained = self.trained(folders.model_folder(out, model, seed))
-                    for name in left:
-                        self.evaluate(out, trained, name, seed)
-                        here.on_first(self.save_variant, out, trained, name, seed)
+                self.finish(out, model, seed, [name for name in names if not self._whole(out, name, seed)])
                 here.on_first(lambda: sum_up(out, seeds=config.seeds, settings=settings))
         here.on_first(lambda: shutil.rmtree(out / "checkpoints", ignore_errors=True))
         return sum_up(out, seeds=config.seeds, settings=settings) if here.first else Summary()
@@ -157,11 +150,18 @@ class _Work:
 
         here.on_first(finish)
 
-    def trained(self, folder: Path) -> Any:
+    def finish(self, out: Path, trained: str, seed: int, names: list[str]) -> None:
+        """Evaluate a trained model as each variant, and save it as such."""
+        if not names:
+            return
+        folder = folders.model_folder(out, trained, seed)
         try:
-            return load_pretrained(folder).eval()
+            model = load_pretrained(folder).eval()
         except ValueError as error:
             raise ValueError(f"{error}; delete {folder} to train it again") from error
+        for name in names:
+            self.evaluate(out, model, name, seed)
+            self.here.on_first(self.save_variant, out, model, name, seed)
 
     def evaluate(self, out: Path, model: Any, name: str, seed: int) -> None:
         """The loss of a model as a variant, unless it is known."""
@@ -200,7 +200,7 @@ class _Work:
             "base": BASE if BASE in config.names else None,
             "data": absolute_spec(config.data) if Path(config.data).exists() else config.data,
             "val_data": config.val_data,
-            **{name: value for name, value in self.identity().items() if name != "model"},
+            **self.identity(),
             "model": Path(config.model).name if Path(config.model).is_dir() else config.model,
             "parameters": {name: sum(x.numel() for x in self.stock.parameters()) for name in config.served()},
             "steps": self.steps.count,
