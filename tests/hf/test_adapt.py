@@ -308,7 +308,8 @@ def absolute(folder: Path) -> None:
     [
         (None, {"model": "no/such/model/here"}, "neither a folder nor the id of a model"),
         (None, {"data": "no-such-file.txt"}, "no-such-file.txt"),
-        (None, {"lengths": "64x"}, "validation at length 2048 needs at least 2049 tokens"),
+        (None, {"lengths": "64x"}, "val_tokens must cover the longest of lengths, 2,048, got 512"),
+        (None, {"lengths": "64x", "val_tokens": 9999}, "the held-out part of data .* has 932 tokens, fewer than one"),
         (None, {"train_length": 100_000}, "100,000"),
         (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"junk"), {}, "cannot be loaded"),

@@ -38,7 +38,7 @@ def run(words: list[str], out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "kills"),
-    [((), (2, 5, 9)), (("--lora", "2"), (5,)), (("--anneal", "0.6", "--distill"), (5,))],
+    [((), (3, 8)), (("--lora", "2"), (5,)), (("--anneal", "0.6", "--distill"), (5,))],
     ids=["weights", "lora", "annealed"],
 )
 def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra: tuple, kills: tuple) -> None:

@@ -96,6 +96,15 @@ class _Work:
                 f"data {config.data!r} has {self.data.train.total:,} tokens to train on, fewer than one window of "
                 f"train_length {self.train_length:,}"
             )
+        longest = max(self.lengths.values())
+        if config.val_tokens < longest:
+            raise ValueError(f"val_tokens must cover the longest of lengths, {longest:,}, got {config.val_tokens:,}")
+        if self.data.val.total <= longest:
+            held = f"val_data {config.val_data!r}" if config.val_data else f"the held-out part of data {config.data!r}"
+            raise ValueError(
+                f"{held} has {self.data.val.total:,} tokens, fewer than one window of the longest of lengths, "
+                f"{longest:,}"
+            )
         self.tokens = usable_tokens(self.data.val.total, config.val_tokens, list(self.lengths.values()))
         progress(
             f"{config.model}: {sum(x.numel() for x in self.stock.parameters()):,} parameters; {config.data}: "
