@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--tau", type=float, default=10.0, help="lengthscale in tokens")
     parser.add_argument("--p", type=float, default=0.5, help="fraction of the rotary channel pairs that keep turning")
     parser.add_argument("--out", help="folder to save to")
+    parser.add_argument("--stock", help="folder to save the model to as it is, for `scaleinv adapt` of a .gguf file")
     arguments = parser.parse_args()
 
     model, tokenizer = load(arguments.model)
@@ -71,6 +72,9 @@ def main() -> None:
 
     scaleinv.hf.revert(model)
     report("reverted", model, tokenizer)
+    if arguments.stock:
+        model.save_pretrained(arguments.stock)
+        tokenizer.save_pretrained(arguments.stock)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ ORDER = (
         "logits",
         "rotary",
         "methods",
+        "adaptation",
         "ops",
         "distributed",
         "doctor",

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from builders import write_books
+from hf_folders import model_folder
 from scaleinv.analysis import model_statistics
 from scaleinv.analysis.calibrate import calibrate
 from scaleinv.cli import main
@@ -170,6 +171,7 @@ def _make(here: Path) -> None:
     ):
         found = outcome(command, limit=300)
         assert found.code == 0, found.err
+    model_folder(here / "llama")
     model, _ = load_model(here / "run")
     tokens = torch.arange(256) % 200
     calibrate(model, tokens, 64).save(here / "calibration.json")

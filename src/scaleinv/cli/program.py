@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from scaleinv.cli import (
+    adapt,
     analyze,
     compare,
     convert,
@@ -26,7 +27,21 @@ from scaleinv.cli import (
 from scaleinv.cli.common import Parser
 from scaleinv.version import VERSION
 
-COMMANDS = (train, evaluate, compare, needle, generate, report, analyze, prepare, convert, export, methods, doctor)
+COMMANDS = (
+    train,
+    evaluate,
+    compare,
+    needle,
+    generate,
+    report,
+    analyze,
+    prepare,
+    convert,
+    adapt,
+    export,
+    methods,
+    doctor,
+)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -45,11 +45,11 @@ def prepared(text: str, tokenizer: str, val_fraction: float, cache: Path) -> Pre
             return _checked(folder, cache)
         except UnreadableFile as error:
             logger.warning("%s is damaged or missing: tokenising %s again", error.path, text)
-    with _temporary(cache) as made:
+    with temporary_folder(cache) as made:
         prepare(text, tokenizer, made, workers=1, val_fraction=val_fraction)
         with contextlib.suppress(UnreadableFile):  # unless another process was first and made the same
             return _checked(folder, cache)
-        _replace(folder, made)
+        replace_folder(folder, made)
     return _checked(folder, cache)
 
 
@@ -72,7 +72,7 @@ def _checked(folder: Path, cache: Path) -> Prepared:
 
 
 @contextlib.contextmanager
-def _temporary(cache: Path) -> Iterator[Path]:
+def temporary_folder(cache: Path) -> Iterator[Path]:
     """A new folder in the cache that is deleted afterwards, unless it has been renamed."""
     folder = cache / f".making-{uuid.uuid4().hex}"
     try:
@@ -85,7 +85,7 @@ def _temporary(cache: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _replace(folder: Path, made: Path) -> None:
+def replace_folder(folder: Path, made: Path) -> None:
     """Put a folder in the place of a damaged one, if there is one."""
     aside = made.with_name(f"{made.name}-damaged")
     with contextlib.suppress(FileNotFoundError):

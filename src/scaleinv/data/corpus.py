@@ -57,9 +57,9 @@ def load_corpus(
     cache = cache_folder() / "data" if cache is None else Path(cache)
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}")
-    shards, val_shards = _shard_paths(data), _shard_paths(val_data) if val_data else None
+    shards, val_shards = shard_paths(data), shard_paths(val_data) if val_data else None
     if val_data:
-        _check_apart(data, shards, val_data, val_shards)
+        check_apart(data, shards, val_data, val_shards)
     if shards is None:
         made = prepared(data, tokenizer or "bytes", 0.0 if val_data else val_fraction, cache)
         train = [path for path in made.shards if not _is_val(path)]
@@ -67,7 +67,7 @@ def load_corpus(
         tokenizer = str(made.folder)
         note = "one document, cut in two for validation" if made.cut else ""
     else:
-        train, val = (shards, []) if val_data else _held_out(data, shards)
+        train, val = (shards, []) if val_data else held_out(data, shards)
         tokenizer = tokenizer or _tokenizer_beside(train[0])
         note = f"validation on {', '.join(path.name for path in val)}" if val else ""
     if val_data:
@@ -101,7 +101,7 @@ def load_corpus(
     )
 
 
-def _shard_paths(spec: str) -> list[Path] | None:
+def shard_paths(spec: str) -> list[Path] | None:
     """The shards that a spec names, in its order; None if it names text."""
     shards: list[Path] = []
     text: list[str] = []
@@ -120,7 +120,7 @@ def _shard_paths(spec: str) -> list[Path] | None:
     return list(dict.fromkeys(shards)) or None
 
 
-def _check_apart(data: str, shards: list[Path] | None, val_data: str, val_shards: list[Path] | None) -> None:
+def check_apart(data: str, shards: list[Path] | None, val_data: str, val_shards: list[Path] | None) -> None:
     """Raise ValueError if a file is in both."""
     if (shards is None) != (val_shards is None):
         return
@@ -136,7 +136,7 @@ def _is_val(path: Path) -> bool:
     return re.fullmatch(r".*_val_\d+", path.stem) is not None
 
 
-def _held_out(data: str, shards: list[Path]) -> tuple[list[Path], list[Path]]:
+def held_out(data: str, shards: list[Path]) -> tuple[list[Path], list[Path]]:
     """Shards to train on and to validate on: those whose names say so, or else the last."""
     val = [path for path in shards if _is_val(path)] or shards[-1:]
     train = [path for path in shards if path not in val]

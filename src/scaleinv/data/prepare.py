@@ -36,7 +36,7 @@ META = "meta.json"
 _CHUNK = 1 << 20  # characters sent to a worker together
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """A document and its place in [0, 1]: below val_fraction it is for validation."""
 
     document: Document
@@ -44,7 +44,7 @@ class _Placed(NamedTuple):
     order: bytes
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """Where a document's tokens lie in the spool."""
 
     place: float
@@ -128,9 +128,9 @@ def _build(
     throttled = _Throttled(progress)
 
     def training_texts() -> Iterator[str]:
-        train = (item.document.text for item in _placed(text, val_fraction) if item.place >= val_fraction)
+        train = (item.document.text for item in placed(text, val_fraction) if item.place >= val_fraction)
         first = next(train, None)
-        if first is None:  # all are below val_fraction: `_split` will choose
+        if first is None:  # all are below val_fraction: `split_documents` will choose
             return (document.text for document in documents(text))
         return itertools.chain([first], train)
 
@@ -138,17 +138,17 @@ def _build(
     tokenizer = get_tokenizer(tokenizer_spec, training_texts)
     tokenizer.save(folder)
     spool = folder / "spool"
-    index: list[_Entry] = []
+    index: list[Entry] = []
     end_of_text = np.uint16(tokenizer.end_of_text).tobytes()
     with spool.open("wb") as file:
         start = 0
-        for item, ids in _encoded(_placed(text, val_fraction), tokenizer, folder, workers):
+        for item, ids in _encoded(placed(text, val_fraction), tokenizer, folder, workers):
             file.write(end_of_text)
             file.write(ids.tobytes())
-            index.append(_Entry(item.place, item.order, start, 1 + len(ids)))
+            index.append(Entry(item.place, item.order, start, 1 + len(ids)))
             start += 1 + len(ids)
             throttled.maybe(f"tokenised {len(index):,} documents, {start:,} tokens")
-    splits = _split(index, val_fraction)
+    splits = split_documents(index, val_fraction)
     tokens = np.memmap(spool, dtype=np.uint16, mode="r")
     names: list[str] = []
     for split, entries in splits.items():
@@ -176,24 +176,24 @@ def _build(
     return names
 
 
-def _placed(text: str, val_fraction: float) -> Iterator[_Placed]:
+def placed(text: str, val_fraction: float) -> Iterator[Placed]:
     """The documents with their places; a single one is cut in two if there must be a validation split."""
     stream = documents(text)
     first = next(stream)  # there is one: an empty corpus raises
     second = next(stream, None)
     if second is None and val_fraction > 0:
         train, val = _cut(first, val_fraction)
-        yield _Placed(val, 0.0, b"")
-        yield _Placed(train, 1.0, b"")
+        yield Placed(val, 0.0, b"")
+        yield Placed(train, 1.0, b"")
         return
     yield from map(_place, itertools.chain([first], [] if second is None else [second], stream))
 
 
-def _place(document: Document) -> _Placed:
+def _place(document: Document) -> Placed:
     digest = hashlib.sha256(document.text.encode("utf-8")).digest()
     # The order includes the name, so that copies of a text do not follow one another.
     order = hashlib.sha256(digest + document.name.encode("utf-8")).digest()
-    return _Placed(document, (int.from_bytes(digest[:6], "big") + 0.5) / 2**48, order)
+    return Placed(document, (int.from_bytes(digest[:6], "big") + 0.5) / 2**48, order)
 
 
 def _cut(document: Document, val_fraction: float) -> tuple[Document, Document]:
@@ -210,7 +210,7 @@ def _cut(document: Document, val_fraction: float) -> tuple[Document, Document]:
     return Document(f"{name} (start)", text[:wanted]), Document(f"{name} (end)", text[wanted:])
 
 
-def _split(index: list[_Entry], val_fraction: float) -> dict[str, list[_Entry]]:
+def split_documents(index: list[Entry], val_fraction: float) -> dict[str, list[Entry]]:
     """Documents of each split, in order."""
     if val_fraction == 0:
         return {"train": sorted(index, key=lambda entry: entry.order)}
@@ -221,7 +221,7 @@ def _split(index: list[_Entry], val_fraction: float) -> dict[str, list[_Entry]]:
     return {split: sorted(entries, key=lambda entry: entry.order) for split, entries in sides.items()}
 
 
-def _shards(tokens: np.ndarray, entries: list[_Entry], shard_tokens: int) -> Iterator[np.ndarray]:
+def _shards(tokens: np.ndarray, entries: list[Entry], shard_tokens: int) -> Iterator[np.ndarray]:
     """The entries' tokens in order, cut every ``shard_tokens``."""
     left = sum(entry.size for entry in entries)
     shard, filled = np.empty(min(shard_tokens, left), dtype=np.uint16), 0
@@ -236,15 +236,15 @@ def _shards(tokens: np.ndarray, entries: list[_Entry], shard_tokens: int) -> Ite
 
 
 def _encoded(
-    placed: Iterator[_Placed], tokenizer: Tokenizer, folder: Path, workers: int
-) -> Iterator[tuple[_Placed, np.ndarray]]:
+    placed: Iterator[Placed], tokenizer: Tokenizer, folder: Path, workers: int
+) -> Iterator[tuple[Placed, np.ndarray]]:
     """Each document with its ids, in the order of the input."""
     if workers == 1:
         yield from ((item, tokenizer.encode(item.document.text)) for item in placed)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(folder,)) as pool:
-        pending: deque[tuple[list[_Placed], Future[list[np.ndarray]]]] = deque()
+        pending: deque[tuple[list[Placed], Future[list[np.ndarray]]]] = deque()
         for items in _chunks(placed):
             pending.append((items, pool.submit(_encode_all, [item.document.text for item in items])))
             if len(pending) > 4 * workers:  # hold only as much text as keeps the workers busy
@@ -254,7 +254,7 @@ def _encoded(
             yield from zip(items, future.result(), strict=True)
 
 
-def _chunks(placed: Iterator[_Placed]) -> Iterator[list[_Placed]]:
+def _chunks(placed: Iterator[Placed]) -> Iterator[list[Placed]]:
     chunk, size = [], 0
     for item in placed:
         chunk.append(item)

@@ -124,17 +124,17 @@ def summarize(plan: Comparison) -> Summary:
                     sweep.setdefault(tau, {}).setdefault(label, []).append(result)
     alone = plan.seeds == 1
     path = plan.out / SUMMARY
-    losses = {name: _over_seeds(by_length, alone) for name, by_length in found.items()}
+    losses = {name: over_seeds(by_length, alone) for name, by_length in found.items()}
     summary = read_summary_if_any(path).with_loss(losses, _settings(plan), asked=plan.methods)
     write_summary(path, summary)
     if sweep:
         path = plan.out / SWEEP
         values = read_sweep(path, summary.train_length) if path.exists() else {}
-        write_sweep(path, values | {tau: _over_seeds(by_length, alone) for tau, by_length in sweep.items()})
+        write_sweep(path, values | {tau: over_seeds(by_length, alone) for tau, by_length in sweep.items()})
     return summary
 
 
-def _over_seeds(by_length: dict[str, list[LengthLoss]], alone: bool) -> dict[str, Measurement]:
+def over_seeds(by_length: dict[str, list[LengthLoss]], alone: bool) -> dict[str, Measurement]:
     """Mean and standard error over seeds at each length; if every method has one seed, the error over windows."""
     found = {}
     for label, values in by_length.items():

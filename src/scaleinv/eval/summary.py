@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleinv import lengths, methods
+from scaleinv.adaptation import VARIANTS
 from scaleinv.files import read_json, write_json
 
 SUMMARY = "summary.json"
@@ -192,8 +193,10 @@ def multiple(key: str, train_length: int | None, where: str = "length") -> float
 
 
 def ordered_methods(found: Iterable[str]) -> list[str]:
-    """Each method once, in the paper's order; unknown ones last."""
-    order = methods.names()
+    """Each method once, in the paper's order, or each variant of a pretrained model in its; unknown ones last."""
+    found = list(found)
+    adapted = any(name in VARIANTS and name not in methods.ROWS for name in found)
+    order = list(VARIANTS) if adapted else methods.names()
     return sorted(dict.fromkeys(found), key=lambda name: order.index(name) if name in order else len(order))
 
 

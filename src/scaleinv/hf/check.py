@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from scaleinv.hf import stretch
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
@@ -46,6 +48,8 @@ def check(
     - padded = unpadded: two texts side by side with padding on the left, against each alone;
     - packed = split: two texts in one row with `position_ids` that start anew, against each alone.
 
+    A model with a stretch is compared as stretched to four times its trained length.
+
     Args:
         model: a causal language model, converted or not; it comes back in the mode (train or eval) that it had.
         length: tokens in the longest text; above a sliding window, so that it matters.
@@ -56,7 +60,10 @@ def check(
         raise ValueError(f"length must be at least 16, got {length}")
     training = model.training
     model.eval()
+    stretched = [(state, state.fixed) for state in stretch.states(model)]
     try:
+        for state, _ in stretched:
+            state.fixed = 4 * stretch.train_length(model)
         generator = torch.Generator().manual_seed(seed)
         vocabulary = model.config.get_text_config().vocab_size
         tokens = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
@@ -70,6 +77,8 @@ def check(
         )
     finally:
         model.train(training)
+        for state, fixed in stretched:
+            state.fixed = fixed
     result = CheckResult(
         {name: (got.float() - expected.float()).abs().max().item() for name, got, expected in comparisons}, tolerance
     )

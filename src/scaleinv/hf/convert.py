@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from scaleinv import schedule
 from scaleinv.hf import config as configs
 from scaleinv.hf import rope
-from scaleinv.hf.settings import HeadFactors, Logits, Settings, calibration_rows
+from scaleinv.hf import stretch as stretching
+from scaleinv.hf.settings import HeadFactors, Logits, Settings, Stretch, calibration_rows
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hub import reason
 
@@ -25,6 +26,7 @@ def convert(
     logits: Logits = "scale-invariant",
     train_length: int | None = None,
     calibration: HeadFactors | None = None,
+    stretch: Stretch | None = None,
 ) -> PreTrainedModel:
     """Give a decoder-only model scale-invariant attention, in place; the weights stay as they are.
 
@@ -38,9 +40,14 @@ def convert(
             (p-RoPE). None leaves the rotary embedding as it is.
         logits: "scale-invariant"; or, to compare with, "plain" (so p-RoPE alone) and "logn": the scores times
             ``log(n) / log(train_length)`` for a query that sees n keys, which is plain attention at n = train_length.
-        train_length: tokens in a training sequence, for "logn"; None for the config's ``max_position_embeddings``.
+        train_length: tokens in a training sequence, for "logn" and for a stretch; None for the config's
+            ``max_position_embeddings``, or what its rotary scaling extends them to.
         calibration: factors of the scores, a tensor ``[layers, query heads]`` or a mapping from layer to
             ``[query heads]``; None for 1.
+        stretch: "yarn" slows the model's own rotary (so ``p=None``) by YaRN's frequencies in contexts longer than
+            ``train_length``, without YaRN's attention factor, because the logits sharpen with the distance already;
+            with ``logits="plain"`` it is YaRN with that factor. Each context is stretched once, when it is opened: see
+            `scaleinv.hf.stretch` and `stretch_to`.
 
     Returns:
         The model itself.
@@ -50,24 +57,29 @@ def convert(
     text = _convertible(model)
     if calibration is not None:
         calibration = calibration_rows(calibration, text.num_hidden_layers, text.num_attention_heads)
-    if logits == "logn" and train_length is None:
-        train_length = text.max_position_embeddings
+    lengthened = logits == "logn" or stretch is not None
+    if lengthened and train_length is None:
+        train_length = text.max_position_embeddings if stretch is None else stretching.trained_length(text)
     settings = Settings(
         logits=logits,
         tau=float(tau),
         p=None if p is None else float(p),
-        train_length=train_length if logits == "logn" else None,
+        train_length=train_length if lengthened else None,
         calibration=calibration,
         stock_attention=text._attn_implementation,
+        stretch=stretch,
     )
     if p is not None:
         rope.check(model, text)
+    if stretch is not None:
+        stretching.check(model, text)
     _set_attention(model, text, configs.ATTENTION)
     try:
         configs.apply(model.config, settings)
         if p is not None:
             rope.refresh(model, text)
             rope.try_out(model, text)
+        stretching.attach(model)
     except Exception:
         if conversion(model) is not None:
             configs.remove(model.config)
@@ -96,7 +108,8 @@ def revert(model: PreTrainedModel, *, attn_implementation: str | None = None) ->
         raise ValueError(
             f"attn_implementation={wanted!r} is not available for this model, pass another one: {error}"
         ) from error
-    if settings.p is not None:
+    stretching.detach(model)
+    if settings.p is not None or settings.stretch is not None:
         rope.refresh(model, text)
     return model
 
@@ -124,20 +137,22 @@ def convert_folder(
         raise ValueError(f"out must be a new or an empty folder, got {os.fspath(out)}")
     model = load_pretrained(source)
     convert(model, tau=tau, p=p, **options)
-    tokenizer = _tokenizer(source)
+    tokenizer = load_tokenizer(source)
     model.save_pretrained(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
 
 
-def _tokenizer(source: str | os.PathLike[str]) -> Any:
+def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """The tokenizer that goes with a model; None for a folder without one."""
     folder = Path(source)
     if folder.is_dir() and not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # whatever the libraries make of a damaged file
         raise ValueError(f"the tokenizer of {os.fspath(source)} cannot be loaded: {reason(error)}") from error
 
 

@@ -27,7 +27,7 @@ def register() -> None:
 
 def wrap(config: PreTrainedConfig, p: float) -> None:
     """Switch ``config.rope_parameters`` to p-RoPE; ValueError if that is not possible."""
-    parameters = list(_flat(config))
+    parameters = list(flat(config))
     if not parameters:
         raise ValueError(f"{config.model_type} has no rotary embedding to change: convert with p=None")
     for layer_type, values in parameters:
@@ -65,37 +65,38 @@ def _typed(parameters: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 def refresh(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Recompute the frequencies of all rotary modules of the model that use ``config``, in float32."""
-    for module in _modules(model, config):
-        held = _held(module, config)
-        for layer_type, values in held:
+    for module in modules(model, config):
+        kinds = held(module, config)
+        for layer_type, values in kinds:
             compute: Any = ROPE_INIT_FUNCTIONS.get(values["rope_type"]) or module.compute_default_rope_parameters
-            frequencies = compute(config, **({} if layer_type is None else {"layer_type": layer_type}))[0]
-            for name in _names(layer_type):
+            frequencies, factor = compute(config, **({} if layer_type is None else {"layer_type": layer_type}))
+            setattr(module, factor_name(layer_type), factor)
+            for name in names(layer_type):
                 device = getattr(module, name).device
                 module.register_buffer(name, frequencies.to(device, torch.float32, copy=True), persistent=False)
-        types = {layer_type: values["rope_type"] for layer_type, values in held}
+        types = {layer_type: values["rope_type"] for layer_type, values in kinds}
         module.rope_type = types.get(None, types)
 
 
-def check(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+def check(model: PreTrainedModel, config: PreTrainedConfig, remedy: str = "p=None") -> None:
     """Raise ValueError unless we can recompute the frequencies that the model's rotary modules hold."""
-    modules = list(_modules(model, config))
-    if not modules:
-        raise ValueError(f"no rotary module found in {type(model).__name__}: convert with p=None")
-    for module in modules:
-        held = _held(module, config)
-        if not held or not all(_known(module, config, *pair) for pair in held):
+    found = list(modules(model, config))
+    if not found:
+        raise ValueError(f"no rotary module found in {type(model).__name__}: convert with {remedy}")
+    for module in found:
+        kinds = held(module, config)
+        if not kinds or not all(_known(module, config, *pair) for pair in kinds):
             raise ValueError(
                 f"{type(module).__name__} does not compute its frequencies from config.rope_parameters as other models "
-                "do: convert with p=None to leave them as they are"
+                f"do: convert with {remedy} to leave them as they are"
             )
 
 
 def try_out(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Raise ValueError if a rotary module does not work with its new type."""
-    for module in _modules(model, config):
-        for layer_type, _ in _held(module, config):
-            frequencies = getattr(module, _names(layer_type)[0])
+    for module in modules(model, config):
+        for layer_type, _ in held(module, config):
+            frequencies = getattr(module, names(layer_type)[0])
             options = {} if layer_type is None else {"layer_type": layer_type}
             try:
                 module(
@@ -116,9 +117,9 @@ def _known(module: Any, config: PreTrainedConfig, layer_type: str | None, values
     own = getattr(module, "rope_type", base)
     if (own.get(layer_type) if isinstance(own, dict) else own) != base:
         return False
-    frequencies = getattr(module, _names(layer_type)[base == "dynamic"])  # those of before any input
+    frequencies = getattr(module, names(layer_type)[base == "dynamic"])  # those of before any input
     try:
-        expected = _base_frequencies(base, config, layer_type)[0]
+        expected = base_frequencies(base, config, layer_type)[0]
     except Exception:  # for example, a config that has no single head_dim
         return False
     return torch.equal(expected.to(frequencies), frequencies)
@@ -137,8 +138,8 @@ def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
                 "a model converted by scaleinv.hf must be loaded with an Auto class of transformers, and if it is part "
                 "of another model, converted as a whole"
             )
-        frequencies, attention_factor = _base_frequencies(base, config, layer_type, device, seq_len)
-        p = dict(_flat(config))[layer_type]["p"]
+        frequencies, attention_factor = base_frequencies(base, config, layer_type, device, seq_len)
+        p = dict(flat(config))[layer_type]["p"]
         kept = round(p * frequencies.numel())
         frequencies[kept:] = 0.0
         return frequencies, attention_factor
@@ -146,34 +147,39 @@ def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
     return compute
 
 
-def _base_frequencies(
+def base_frequencies(
     base: str,
     config: PreTrainedConfig,
     layer_type: str | None,
     device: torch.device | None = None,
     seq_len: int | None = None,
 ) -> tuple[Tensor, float]:
+    """The frequencies of a rotary type of transformers, and the factor of its cos and sin."""
     if base != "default":
         return ROPE_INIT_FUNCTIONS[base](config, device, seq_len=seq_len, layer_type=layer_type)
-    values = dict(_flat(config))[layer_type]
+    values = dict(flat(config))[layer_type]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dim = int(head_dim * values.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
     return (1.0 / values["rope_theta"] ** exponents).to(device), 1.0
 
 
-def _modules(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[Any]:
-    for module in model.modules():
-        if getattr(module, "config", None) is config and "RotaryEmbedding" in type(module).__name__:
-            yield module
+def is_rotary(module: nn.Module, config: PreTrainedConfig) -> bool:
+    """Whether it is a rotary module that uses ``config``."""
+    return getattr(module, "config", None) is config and "RotaryEmbedding" in type(module).__name__
 
 
-def _held(module: nn.Module, config: PreTrainedConfig) -> list[tuple[str | None, dict[str, Any]]]:
-    """`_flat`, of the layer types that occur in the model."""
-    return [(layer_type, values) for layer_type, values in _flat(config) if hasattr(module, _names(layer_type)[0])]
+def modules(model: nn.Module, config: PreTrainedConfig) -> Iterator[Any]:
+    """The rotary modules of a model that use ``config``."""
+    return (module for module in model.modules() if is_rotary(module, config))
 
 
-def _flat(config: PreTrainedConfig) -> Iterator[tuple[str | None, dict[str, Any]]]:
+def held(module: nn.Module, config: PreTrainedConfig) -> list[tuple[str | None, dict[str, Any]]]:
+    """`flat`, of the layer types that occur in the model."""
+    return [(layer_type, values) for layer_type, values in flat(config) if hasattr(module, names(layer_type)[0])]
+
+
+def flat(config: PreTrainedConfig) -> Iterator[tuple[str | None, dict[str, Any]]]:
     """(layer type, parameters) pairs; the layer type is None if all layers share the parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
@@ -183,6 +189,12 @@ def _flat(config: PreTrainedConfig) -> Iterator[tuple[str | None, dict[str, Any]
         yield None, parameters
 
 
-def _names(layer_type: str | None) -> tuple[str, str]:
+def names(layer_type: str | None) -> tuple[str, str]:
+    """The buffers of a rotary module: the frequencies in use, and those of before any input."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     return f"{prefix}inv_freq", f"{prefix}original_inv_freq"
+
+
+def factor_name(layer_type: str | None) -> str:
+    """The attribute of a rotary module that multiplies its cos and sin."""
+    return "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"

@@ -14,6 +14,7 @@ from scaleinv import schedule
 from scaleinv.logits import LogitTransform, Plain, ScaleInvariant
 
 Logits: TypeAlias = Literal["scale-invariant", "logn", "plain"]
+Stretch: TypeAlias = Literal["yarn"]
 HeadFactors: TypeAlias = Tensor | Sequence[Sequence[float]] | Mapping[int, Any]
 """A factor per layer and query head; `scaleinv.analysis.Calibration` is one such mapping."""
 
@@ -26,11 +27,12 @@ class Settings:
     tau: float = schedule.TAU
     p: float | None = 0.5
     train_length: int | None = None
-    """Only with logits="logn": where L = S."""
+    """With logits="logn": where L = S. With a stretch: the tokens beyond which it acts."""
     calibration: tuple[tuple[float, ...], ...] | None = None
     """Factors of the scores, one row for each layer and one number for each query head."""
     stock_attention: str = "sdpa"
     """What `scaleinv.hf.revert` goes back to."""
+    stretch: Stretch | None = None
 
     def __post_init__(self) -> None:
         if self.logits not in get_args(Logits):
@@ -40,6 +42,15 @@ class Settings:
             raise ValueError(f"p must lie between 0 and 1, or be None, got {self.p!r}")
         if self.logits == "logn" and (self.train_length is None or self.train_length < 2):
             raise ValueError(f"train_length must be at least 2 with logits='logn', got {self.train_length!r}")
+        if self.stretch is not None:
+            if self.stretch not in get_args(Stretch):
+                raise ValueError(
+                    f"stretch must be one of {', '.join(get_args(Stretch))}, or None, got {self.stretch!r}"
+                )
+            if self.p is not None:
+                raise ValueError(f"stretch keeps the model's own rotary: p must be None, got {self.p!r}")
+            if self.train_length is None or self.train_length < 2:
+                raise ValueError(f"train_length must be at least 2 with a stretch, got {self.train_length!r}")
         for row in self.calibration or ():
             if not all(math.isfinite(factor) for factor in row):
                 raise ValueError(f"calibration must be finite, got {row}")
@@ -59,6 +70,8 @@ class Settings:
         values = dataclasses.asdict(self)
         if self.calibration is not None:
             values["calibration"] = [list(row) for row in self.calibration]
+        if self.stretch is None:  # versions from before the stretch read the others
+            del values["stretch"]
         return values
 
     def transforms(self) -> tuple[LogitTransform, ...]:

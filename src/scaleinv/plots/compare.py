@@ -235,9 +235,9 @@ def sweep_chart(sweep: Measurements, train_length: int | None, unit: Unit) -> Ch
 def _looks(methods: Iterable[str]) -> dict[str, style.Look]:
     """How each method is drawn, in the paper's order; unknown ones keep their names and get spare colours."""
     ordered = ordered_methods(methods)
-    unknown = [name for name in ordered if name not in style.METHODS]
+    unknown = [name for name in ordered if style.known(name) is None]
     spare = {name: style.Look(name, OTHERS[i % len(OTHERS)], "osv^D"[i % 5], "--") for i, name in enumerate(unknown)}
-    return {name: style.METHODS.get(name) or spare[name] for name in ordered}
+    return {name: style.known(name) or spare[name] for name in ordered}
 
 
 def _points(found: Iterable[tuple[float, str, Measurement, tuple[float, ...]]]) -> tuple[Point, ...]:

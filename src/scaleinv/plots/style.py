@@ -48,6 +48,15 @@ METHODS: dict[str, Look] = {
     "scale-invariant-rope+ntk": Look("Scale-invariant + RoPE + NTK", "#33BBEE", "^", "--"),
 }
 
+# The variants of a pretrained model that no method is called like: they take the look of the method that they are.
+VARIANTS: dict[str, Look] = {
+    "stock": dataclasses.replace(METHODS["rope"], label="Stock"),
+    "scale-invariant": dataclasses.replace(METHODS["scale-invariant-rope"], label="Scale-invariant"),
+    "scale-invariant+yarn": dataclasses.replace(
+        METHODS["scale-invariant-rope+yarn"], label="Scale-invariant, YaRN frequencies"
+    ),
+}
+
 # The logit transforms alone, as in theory: they take the colour of a method that has them.
 TRANSFORMS: dict[str, Look] = {
     "plain": Look("Plain", METHODS["rope"].color, "s"),
@@ -75,6 +84,11 @@ RC: dict[Any, Any] = {
     "lines.markersize": 4,
     "svg.hashsalt": "scaleinv",  # the same data give the same file
 }
+
+
+def known(method: str) -> Look | None:
+    """How a method of `scaleinv.methods`, or a variant of `scaleinv.adaptation`, is drawn; None for another one."""
+    return METHODS.get(method) or VARIANTS.get(method)
 
 
 def look(method: str) -> Look:

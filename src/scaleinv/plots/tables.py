@@ -125,16 +125,16 @@ def bits_table(summary: Summary) -> Table | None:
 
 
 def difference_table(
-    found: Mapping[str, Mapping[str, Difference]], train_length: int | None, unit: Unit
+    found: Mapping[str, Mapping[str, Difference]], train_length: int | None, unit: Unit, base: str = METHOD
 ) -> Table | None:
-    """Methods × lengths, the loss minus that of `METHOD`, with its paired standard error; None without any."""
+    """Methods × lengths, the loss minus that of ``base``, with its paired standard error; None without any."""
     keys = lengths.ordered((key for by_length in found.values() for key in by_length), train_length)
     if not keys:
         return None
     differences = [item for by_length in found.values() for item in by_length.values()]
     pairs = "windows of the same seeds" if any(item.windows for item in differences) else "seeds"
     error = " ± paired standard error" if any(item.error for item in differences) else ""
-    caption = f"Loss minus that of {method_label(METHOD)} ({unit.nats}), mean over the same {pairs}{error}"
+    caption = f"Loss minus that of {method_label(base)} ({unit.nats}), mean over the same {pairs}{error}"
     if error:
         caption += ". In italics and grey: within noise, since zero lies inside the 95 % interval (Student's t)"
     ordered = ordered_methods(found)
@@ -207,7 +207,8 @@ def changes(summary: Summary) -> dict[str, float]:
 
 def method_label(method: str) -> str:
     """A method's name for people; an unknown one keeps its own."""
-    return style.METHODS[method].label if method in style.METHODS else method
+    known = style.known(method)
+    return method if known is None else known.label
 
 
 def signed(value: float) -> str:

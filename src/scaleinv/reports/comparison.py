@@ -81,6 +81,8 @@ def read_results(folder: Path) -> Results:
     curves = compare.read_curves(folder / "curves")
     sweep = read_sweep(folder / SWEEP, length) if (folder / SWEEP).exists() else {}
     losses = seed_losses(evaluations)
+    base = summary.settings.get("base")  # an adaptation is compared with the stock model
+    base = base if isinstance(base, str) else METHOD
     charts = {
         "by length": compare.loss_by_length(summary.loss, length, unit, losses),
         "by position": compare.by_position(evaluations, length, unit),
@@ -90,7 +92,7 @@ def read_results(folder: Path) -> Results:
     }
     found = {
         "loss": tables.loss_table(summary) if summary.loss else None,
-        "differences": tables.difference_table(paired_differences(losses, METHOD), length, unit),
+        "differences": tables.difference_table(paired_differences(losses, base), length, unit, base),
         "bits": tables.bits_table(summary) if summary.loss else None,
         "models": tables.model_table(_parameters(summary), _seconds(curves, summary)),
         "needle": tables.needle_table(summary) if summary.needle else None,

@@ -1,0 +1,97 @@
+"""The folder of an adaptation: what is done, and what it was done with.
+
+adapt.json                        what the models belong to: other settings are refused
+models/<variant>-seed<n>/         Hugging Face folders; variants that act at inference link to another's weights
+evaluations/, curves/, summary.json
+before/evaluations/, before/summary.json       the same before any training
+checkpoints/                      of models that are not finished
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scaleinv.eval.compare import over_seeds
+from scaleinv.eval.loss import Evaluation, read_evaluation
+from scaleinv.eval.summary import SUMMARY, Summary, read_summary_if_any, write_summary
+from scaleinv.files import UnreadableFile, read_object, write_json
+from scaleinv.train.validation import LengthLoss
+
+CLAIM = "adapt.json"
+
+
+def claim(out: Path, settings: Mapping[str, Any]) -> None:
+    """Note what a folder's models are made of; ValueError if it holds models of something else."""
+    path = out / CLAIM
+    held = read_object(path, f"choose another out than {out}, or delete it") if path.exists() else {}
+    for name, value in settings.items():
+        if name in held and held[name] != value:
+            raise ValueError(
+                f"{path} is of an adaptation with {name}={held[name]}, but {name}={value} is asked for: "
+                "choose another out"
+            )
+    write_json(path, {**held, **settings})
+
+
+def model_folder(out: Path, name: str, seed: int) -> Path:
+    return out / "models" / f"{name}-seed{seed}"
+
+
+def making(folder: Path) -> Path:
+    """The name under which a folder is written until it is whole."""
+    return folder.with_name(f".making-{folder.name}")
+
+
+def remove_leftovers(out: Path) -> None:
+    """Delete folders that a killed run left half written."""
+    for path in (out / "models").glob(".making-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def link_folder(source: Path, folder: Path, save_config: Callable[[Path], object]) -> None:
+    """A folder with another folder's files, as hard links where the file system has them, and a config of its own."""
+    made = making(folder)
+    made.mkdir()
+    for path in source.iterdir():
+        if path.name == "config.json":
+            continue
+        try:
+            os.link(path, made / path.name)
+        except OSError:
+            shutil.copy2(path, made / path.name)
+    save_config(made)
+    os.replace(made, folder)
+
+
+def evaluated(folder: Path, name: str, seed: int, lengths: Mapping[str, int], tokens: int) -> Evaluation | None:
+    """A variant's evaluation at all of these lengths; None if it must still be made."""
+    path = folder / "evaluations" / f"{name}-seed{seed}.json"
+    try:
+        found = read_evaluation(path)
+    except UnreadableFile:
+        return None
+    same = all(label in found.lengths and found.lengths[label].length == n for label, n in lengths.items())
+    return found if same and found.tokens == tokens else None
+
+
+def summarize(
+    folder: Path, names: list[str], seeds: int, lengths: Mapping[str, int], tokens: int, settings: Mapping[str, Any]
+) -> Summary:
+    """Write summary.json from the evaluations that are there."""
+    losses = {}
+    for name in names:
+        by_length: dict[str, list[LengthLoss]] = {}
+        for seed in range(seeds):
+            found = evaluated(folder, name, seed, lengths, tokens)
+            for label in lengths if found else ():
+                assert found is not None
+                by_length.setdefault(label, []).append(found.lengths[label])
+        if by_length:
+            losses[name] = over_seeds(by_length, alone=seeds == 1)
+    summary = read_summary_if_any(folder / SUMMARY).with_loss(losses, settings, asked=names)
+    write_summary(folder / SUMMARY, summary)
+    return summary

@@ -1,0 +1,241 @@
+"""`adapt`: every variant and seed trained, evaluated before and after, and summed up."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+
+from scaleinv import lengths
+from scaleinv.adaptation import BASE, AdaptConfig, trained_as, variant
+from scaleinv.data.documents import absolute_spec
+from scaleinv.eval.loss import Evaluation
+from scaleinv.eval.summary import Summary
+from scaleinv.files import locked, write_text
+from scaleinv.hf.adapt import folders
+from scaleinv.hf.adapt.data import Splits, load_splits
+from scaleinv.hf.adapt.measure import losses_by_length
+from scaleinv.hf.adapt.training import Steps, require_peft, train
+from scaleinv.hf.adapt.variants import as_variant, check_lengths, check_variants, stretched_from
+from scaleinv.hf.convert import load_tokenizer
+from scaleinv.hf.source import load_pretrained
+from scaleinv.hf.stretch import trained_length
+from scaleinv.hub import check_source
+from scaleinv.machine import cpu_name, find_device
+from scaleinv.progress import Progress, silent
+from scaleinv.train.distributed import World
+from scaleinv.train.store import check_writable
+from scaleinv.train.validation import usable_tokens
+from scaleinv.version import VERSION
+
+LONGEST_DEFAULT = 2048
+COUNTED = 65_536
+"""Held-out tokens used to count the bytes per token."""
+
+
+def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None = None) -> Summary:
+    """Adapt a model, or do the rest of it; writes and returns the summary of after training.
+
+    If it is interrupted, the same call resumes it: training goes on from its last checkpoint, and what is finished is
+    not repeated. Under torchrun every rank calls this with the same arguments.
+
+    Args:
+        command: what the user typed, for the record.
+    """
+    check_source(config.model)
+    if config.lora:
+        require_peft()
+    state = PartialState(cpu=find_device(config.device).type == "cpu")
+    here = World(state.process_index, state.num_processes, state.device)
+    work = _Work(config, here, progress if here.first else silent)
+    out = Path(config.out)
+    here.on_first(check_writable, out)
+    with contextlib.ExitStack() as stack:
+        here.on_first(lambda: stack.enter_context(locked(out)))
+        here.on_first(folders.claim, out, work.identity())
+        here.on_first(folders.remove_leftovers, out)
+        return work.run(out, command)
+
+
+class _Work:
+    """What an adaptation works with; made before anything is written, and raises ValueError for what cannot work."""
+
+    def __init__(self, config: AdaptConfig, here: World, progress: Progress) -> None:
+        self.config, self.here, self.progress = config, here, progress
+        self.tokenizer = load_tokenizer(config.model)
+        if self.tokenizer is None:
+            raise ValueError(f"{config.model} has no tokenizer, which the data need")
+        self.stock = load_pretrained(config.model).eval()
+        text = self.stock.config.get_text_config()
+        self.train_length = config.train_length or min(trained_length(text), LONGEST_DEFAULT)
+        self.lengths = lengths.parse(config.lengths, self.train_length)
+        check_lengths(text, [self.train_length, *self.lengths.values()], config.model)
+        if config.distill and self.train_length > trained_length(text):
+            raise ValueError(
+                f"distill: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
+                f"got train_length {self.train_length:,}"
+            )
+        check_variants(self.stock, config, self.train_length)
+        self.steps = Steps.of(config, self.train_length, here.size)
+        with here.first_goes_first():
+            self.data: Splits = load_splits(
+                config.data, config.val_data, self.tokenizer, text.vocab_size, progress=progress
+            )
+        if self.data.train.total <= self.train_length:
+            raise ValueError(
+                f"data {config.data!r} has {self.data.train.total:,} tokens to train on, fewer than one window of "
+                f"train_length {self.train_length:,}"
+            )
+        longest = max(self.lengths.values())
+        if config.val_tokens < longest:
+            raise ValueError(f"val_tokens must cover the longest of lengths, {longest:,}, got {config.val_tokens:,}")
+        if self.data.val.total <= longest:
+            held = f"val_data {config.val_data!r}" if config.val_data else f"the held-out part of data {config.data!r}"
+            raise ValueError(
+                f"{held} has {self.data.val.total:,} tokens, fewer than one window of the longest of lengths, "
+                f"{longest:,}"
+            )
+        self.tokens = usable_tokens(self.data.val.total, config.val_tokens, list(self.lengths.values()))
+        progress(
+            f"{config.model}: {sum(x.numel() for x in self.stock.parameters()):,} parameters; {config.data}: "
+            f"{self.data.train.total:,} tokens to train on, {self.data.val.total:,} held out"
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What the trained models depend on."""
+        config = self.config
+        first = self.stock.get_input_embeddings().weight.detach()[:64].to("cpu", torch.float32).contiguous()
+        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal")
+        return {
+            "weights": hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
+            "corpus_sha256": self.data.sha256,
+            "train_length": self.train_length,
+            "training_tokens": config.training_tokens,
+            **{name: getattr(config, name) for name in kept},
+        }
+
+    def run(self, out: Path, command: str | None) -> Summary:
+        config, here = self.config, self.here
+        settings = self.settings(command)
+        for name in config.names:
+            self.evaluate(out / "before", self.stock, name, 0)
+        sum_up = functools.partial(folders.summarize, names=config.names, lengths=self.lengths, tokens=self.tokens)
+        here.on_first(lambda: sum_up(out / "before", seeds=1, settings={**settings, "trained": False}))
+        del self.stock
+        for seed in range(config.seeds):
+            for model, names in config.served().items():
+                self.train(out, model, seed)
+                self.finish(out, model, seed, [name for name in names if not self._whole(out, name, seed)])
+                here.on_first(lambda: sum_up(out, seeds=config.seeds, settings=settings))
+        here.on_first(lambda: shutil.rmtree(out / "checkpoints", ignore_errors=True))
+        return sum_up(out, seeds=config.seeds, settings=settings) if here.first else Summary()
+
+    def train(self, out: Path, name: str, seed: int) -> None:
+        """Train a model, unless that is done."""
+        folder = folders.model_folder(out, name, seed)
+        if folder.exists():
+            return
+        checkpoints = out / "checkpoints" / folder.name
+        making = folders.making(folder)
+        data, steps, here = self.data.train, self.steps, self.here
+        lines = train(self.config, name, seed, data, steps, here, checkpoints, making, self.progress)
+
+        def finish() -> None:
+            self.tokenizer.save_pretrained(making)
+            text = "".join(f"{_line(line)}\n" for line in lines)
+            write_text(out / "curves" / f"{folder.name}.jsonl", text)
+            os.replace(making, folder)
+            shutil.rmtree(checkpoints, ignore_errors=True)
+
+        here.on_first(finish)
+
+    def finish(self, out: Path, trained: str, seed: int, names: list[str]) -> None:
+        """Evaluate a trained model as each variant, and save it as such."""
+        if not names:
+            return
+        folder = folders.model_folder(out, trained, seed)
+        try:
+            model = load_pretrained(folder).eval()
+        except ValueError as error:
+            raise ValueError(f"{error}; delete {folder} to train it again") from error
+        for name in names:
+            self.evaluate(out, model, name, seed)
+            self.here.on_first(self.save_variant, out, model, name, seed)
+
+    def evaluate(self, out: Path, model: Any, name: str, seed: int) -> None:
+        """The loss of a model as a variant, unless it is known."""
+        if self._done(out, name, seed):
+            return
+        as_variant(model, name, self.config, self.train_length)
+        label = f"{name} seed {seed}" if out == Path(self.config.out) else f"{name} before training"
+        found = losses_by_length(model, self.data.val, self.lengths, self.tokens, self.here, label, self.progress)
+        result = Evaluation(name, seed, trained_as(name), self.train_length, None, None, self.tokens, found)
+        self.here.on_first(result.save, out / "evaluations")
+
+    def save_variant(self, out: Path, model: Any, name: str, seed: int) -> None:
+        """A folder for a variant that only acts at inference."""
+        folder = folders.model_folder(out, name, seed)
+        if not folder.exists():
+            as_variant(model, name, self.config, self.train_length)
+            source = folders.model_folder(out, trained_as(name), seed)
+            folders.link_folder(source, folder, model.config.save_pretrained)
+
+    def _done(self, out: Path, name: str, seed: int) -> bool:
+        found = False
+        if self.here.first:
+            found = folders.evaluated(out, name, seed, self.lengths, self.tokens) is not None
+        return self.here.any(found)
+
+    def _whole(self, out: Path, name: str, seed: int) -> bool:
+        return self._done(out, name, seed) and folders.model_folder(out, name, seed).exists()
+
+    def settings(self, command: str | None) -> dict[str, Any]:
+        """How the numbers were made, for summary.json and its page."""
+        config = self.config
+        text = self.stock.config.get_text_config()
+        stretches = any(variant(name).stretch for name in config.names)
+        return {
+            "command": command,
+            "base": BASE if BASE in config.names else None,
+            "data": absolute_spec(config.data) if Path(config.data).exists() else config.data,
+            "val_data": config.val_data,
+            **self.identity(),
+            "model": Path(config.model).name if Path(config.model).is_dir() else config.model,
+            "parameters": {name: sum(x.numel() for x in self.stock.parameters()) for name in config.served()},
+            "steps": self.steps.count,
+            "stretched_beyond": stretched_from(text, self.train_length) if stretches else None,
+            "seeds": config.seeds,
+            "lengths": config.lengths,
+            "validation_tokens": self.tokens,
+            "stderr": "over seeds" if config.seeds > 1 else "over validation windows",
+            "tokens": self._unit(),
+            "machine": f"{cpu_name()}, {os.cpu_count()} cores, {self.here.size} ranks on {self.here.device.type}",
+            "versions": {
+                "scaleinv": VERSION,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def _unit(self) -> dict[str, Any]:
+        """The unit of a loss: the tokenizer, and how many bytes of the held-out text a token stands for."""
+        ids = self.data.val.read(0, min(self.data.val.total, COUNTED)).tolist()
+        text = self.tokenizer.decode([i for i in ids if i != self.data.val.end_of_text])
+        size = len(text.encode("utf-8", "replace")) / len(ids)
+        name = Path(self.config.model).name
+        return {"tokenizer": name, "vocabulary": len(self.tokenizer), "bytes_per_token": round(size, 4)}
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in values.items() if value is not None})

@@ -1,0 +1,66 @@
+"""A pretrained model converted to one of the variants of `scaleinv.adaptation`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from scaleinv.adaptation import BASE, AdaptConfig, variant
+from scaleinv.hf import rope
+from scaleinv.hf.convert import conversion, convert, revert
+from scaleinv.hf.stretch import trained_length
+
+
+def as_variant(model: Any, name: str, config: AdaptConfig, train_length: int) -> Any:
+    """Convert a model, in place, from whatever variant it is to another one."""
+    found = variant(name)
+    if conversion(model) is not None:
+        revert(model)
+    if name == BASE:
+        return model
+    return convert(
+        model,
+        logits=found.logits,
+        tau=config.tau,
+        p=config.p if found.p_rope else None,
+        stretch="yarn" if found.stretch else None,
+        train_length=stretched_from(model.config.get_text_config(), train_length) if found.stretch else None,
+    )
+
+
+def stretched_from(config: PreTrainedConfig, train_length: int) -> int:
+    """The length beyond which the rotary is stretched: what the model was trained on, before or now."""
+    return max(trained_length(config), train_length)
+
+
+def check_variants(model: Any, config: AdaptConfig, train_length: int) -> None:
+    """Raise ValueError for a variant that this model cannot be; the model stays as it is."""
+    if conversion(model) is not None:
+        raise ValueError(f"{config.model} is converted already ({conversion(model)}): adapt the stock model")
+    for name in config.names:
+        try:
+            as_variant(model, name, config, train_length)
+        except ValueError as error:
+            raise ValueError(f"variant {name!r} is not possible with {config.model}: {error}") from error
+        finally:
+            if conversion(model) is not None:
+                revert(model)
+
+
+def check_lengths(config: PreTrainedConfig, lengths: Iterable[int], source: str) -> None:
+    """Raise ValueError for a length beyond a table of positions, which a model without a rotary has."""
+    table = getattr(config, "max_position_embeddings", None)
+    with contextlib.suppress(StopIteration):
+        next(rope.flat(config))
+        return
+    if getattr(config, "alibi", False) or table is None:
+        return
+    longest = max(lengths)
+    if longest > table:
+        raise ValueError(
+            f"{source} ({config.model_type}) has learned positions for {table:,} tokens and no rotary embedding: "
+            f"train_length and lengths cannot go beyond that, got {longest:,}"
+        )
