@@ -1,6 +1,7 @@
-"""Gradients of one training pass: ``python gradient_worker.py OUT.pt ddp|fsdp CONTEXT``, alone or under torchrun."""
+"""Gradients of one training pass, alone or under torchrun: ``gradient_worker.py OUT.pt ddp|fsdp CONTEXT [float64]``."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -10,8 +11,9 @@ from scaleinv.train.checkpoint import to_cpu
 from scaleinv.train.distributed import replicate, shard, world
 
 
-def main(out: Path, parallel: str, context: int) -> None:
+def main(out: Path, parallel: str, context: int, dtype: str = "float32") -> None:
     """The loss is that of `scaleinv.train.loop`: each rank's mean, and the mean over ranks."""
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # an output that is a view
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = GPTConfig(layers=2, width=32, heads=2, vocab_size=64, train_length=48, method="scale-invariant-rope")
@@ -22,6 +24,7 @@ def main(out: Path, parallel: str, context: int) -> None:
         torch.manual_seed(1)
         for parameter in model.parameters():  # some start at zero, and hide the gradients of others
             torch.nn.init.normal_(parameter, std=0.1)
+        model.to(getattr(torch, dtype))
         model.context = here.context
         if parallel == "fsdp":
             shard(model, here, model.blocks)
@@ -41,4 +44,4 @@ def main(out: Path, parallel: str, context: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
