@@ -5,10 +5,22 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from scaleinv.model import GPT, GPTConfig
+from scaleinv.model import GPT, GPTConfig, gpt
 from scaleinv.train.checkpoint import to_cpu
 from scaleinv.train.distributed import replicate, shard, world
+
+
+def norm(x: Tensor) -> Tensor:
+    """The model's norm with float32's epsilon: by default it is the dtype's own, and float64 another function."""
+    return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(torch.float32).eps)
+
+
+def losses(model: torch.nn.Module, inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
+    """What the model gives if it has targets, but in the model's dtype: its own are always float32."""
+    return F.cross_entropy(model(inputs, document_ids=ids).flatten(0, 1), targets.flatten(), reduction="none")
 
 
 def main(out: Path, parallel: str, context: int, dtype: str = "float32") -> None:
@@ -24,7 +36,9 @@ def main(out: Path, parallel: str, context: int, dtype: str = "float32") -> None
         torch.manual_seed(1)
         for parameter in model.parameters():  # some start at zero, and hide the gradients of others
             torch.nn.init.normal_(parameter, std=0.1)
-        model.to(getattr(torch, dtype))
+        if dtype == "float64":
+            model.double()
+            gpt.norm = norm
         model.context = here.context
         if parallel == "fsdp":
             shard(model, here, model.blocks)
@@ -35,7 +49,9 @@ def main(out: Path, parallel: str, context: int, dtype: str = "float32") -> None
             split = here.context.split(48)
             inputs, targets = (split.take(x, here.context.rank, 1) for x in (inputs, targets))
         ids = here.document_ids(inputs, 3)
-        loss = forward(inputs, targets, document_ids=ids).sum() / inputs.numel()
+        single = dtype == "float32"
+        found = forward(inputs, targets, document_ids=ids) if single else losses(forward, inputs, targets, ids)
+        loss = found.sum() / inputs.numel()
         loss.backward()
         grads = to_cpu({name: x.grad for name, x in model.named_parameters()})
         grads["loss"] = here.mean(loss.detach())

@@ -38,7 +38,7 @@ def gather(part: Tensor, mesh: DeviceMesh, dim: int = 2, layout: Layout = "zigza
     dim = _dimension(part, dim)
     ranks = size_of(mesh)
     split = Split(part.shape[dim] * ranks, ranks, layout)
-    values = {
+    values: dict[str, float | Choice] = {
         "dim": dim,
         "layout": Choice(layout, LAYOUTS),
         f"dtype (a checksum, here of {part.dtype})": crc32(str(part.dtype).encode()),
