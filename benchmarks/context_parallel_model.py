@@ -110,7 +110,7 @@ def ring(shape: Shape, gpu: GPU, ranks: int) -> float:
             forward = step.messages * LATENCY + max(coming, going) * BF16 / rate
             # The keys travel again. Gradients go the other way: those of what came are sent, of what went received.
             into, out = coming * BF16 + going * FP32, going * BF16 + coming * FP32
-            backward = step.messages * LATENCY + max(into, out) / rate
+            backward = 2 * step.messages * LATENCY + max(into, out) / rate
             total += max(FORWARD * compute, forward) + max(BACKWARD * compute, backward)
         slowest = max(slowest, total)
     return slowest
@@ -130,8 +130,8 @@ def gathered(shape: Shape) -> float:
 
 
 def exchange(shape: Shape, gpu: GPU, ranks: int) -> float | None:
-    """Seconds if heads are exchanged for tokens (Ulysses); None where there are fewer key heads than ranks."""
-    if ranks > shape.kv_heads:
+    """Seconds if heads are exchanged for tokens (Ulysses); None unless the ranks divide the key heads."""
+    if shape.kv_heads % ranks:
         return None
     compute = (FORWARD + BACKWARD) * shape.flops() / ranks / (EFFICIENCY * gpu.flops)
     tokens = shape.length / ranks * (ranks - 1) / ranks

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from scaleinv import ALiBi, LogN, distributed
+from scaleinv import ALiBi, LogN, ScaleInvariant, distributed
 
 
 def scenario(name: str, rank: int, ranks: int) -> None:
@@ -25,6 +25,24 @@ def scenario(name: str, rank: int, ranks: int) -> None:
         distributed.attention(query, key, value, mesh=mesh["cp"], scale=0.5 + rank)
     elif name == "another transform on rank 1":
         distributed.attention(query, key, value, ALiBi(2) if rank else LogN(2), mesh=mesh["cp"])
+    elif name == "another lengthscale on rank 1":
+        distributed.attention(query, key, value, ScaleInvariant(tau=10.0 + rank), mesh=mesh["cp"])
+    elif name == "another parameter on rank 1":
+        logits = LogN(2, scale=0.5)
+        with torch.no_grad():
+            logits.scale[1] += 1e-6 * rank
+        distributed.attention(query, key, value, logits, mesh=mesh["cp"])
+    elif name == "another dtype on rank 1":
+        distributed.attention(
+            *(x.to(torch.bfloat16 if rank else torch.float32) for x in (query, key, value)), mesh=mesh
+        )
+    elif name == "another function on rank 1":
+        distributed.gather(query, mesh["cp"]) if rank else distributed.attention(query, key, value, mesh=mesh["cp"])
+    elif name == "differentiated twice":
+        query.requires_grad_()
+        out = distributed.attention(query, key, value, mesh=mesh["cp"])
+        (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+        (grad.square().sum() + out.sum()).backward()
     elif name == "a part of another length on rank 1":
         distributed.gather(query[:, :, rank:], mesh["cp"])
     elif name == "documents of two integer types":

@@ -10,7 +10,15 @@ EVERYONE = [
     ),
     ("another window on rank 1", "ValueError: window must be the same on every rank of the mesh, got [3, 4]"),
     ("another scale on rank 1", "ValueError: scale must be the same on every rank of the mesh, got [0.5, 1.5]"),
-    ("another transform on rank 1", "ValueError: the class of logits"),
+    ("another transform on rank 1", "ValueError: logits (a checksum of class, settings and parameters, here of"),
+    ("another lengthscale on rank 1", "here of ScaleInvariant) must be the same on every rank of the mesh"),
+    ("another parameter on rank 1", "here of LogN) must be the same on every rank of the mesh"),
+    (
+        "another dtype on rank 1",
+        "query's dtype must be the same on every rank of the mesh, got [torch.float32, torch.bf",
+    ),
+    ("another function on rank 1", "ValueError: all ranks of the mesh must call the same function"),
+    ("differentiated twice", "RuntimeError: trying to differentiate twice"),
     ("a part of another length on rank 1", "ValueError: dimension 2 must be the same on every rank of the mesh"),
     ("two dimensions", "ValueError: mesh must have one dimension, got 2"),
 ]

@@ -1,17 +1,31 @@
-"""Gradients of one training pass: ``python gradient_worker.py OUT.pt ddp|fsdp CONTEXT``, alone or under torchrun."""
+"""Gradients of one training pass, alone or under torchrun: ``gradient_worker.py OUT.pt ddp|fsdp CONTEXT [float64]``."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from scaleinv.model import GPT, GPTConfig
+from scaleinv.model import GPT, GPTConfig, gpt
 from scaleinv.train.checkpoint import to_cpu
 from scaleinv.train.distributed import replicate, shard, world
 
 
-def main(out: Path, parallel: str, context: int) -> None:
+def norm(x: Tensor) -> Tensor:
+    """The model's norm with float32's epsilon: by default it is the dtype's own, and float64 another function."""
+    return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(torch.float32).eps)
+
+
+def losses(model: torch.nn.Module, inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
+    """What the model gives if it has targets, but in the model's dtype: its own are always float32."""
+    return F.cross_entropy(model(inputs, document_ids=ids).flatten(0, 1), targets.flatten(), reduction="none")
+
+
+def main(out: Path, parallel: str, context: int, dtype: str = "float32") -> None:
     """The loss is that of `scaleinv.train.loop`: each rank's mean, and the mean over ranks."""
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # an output that is a view
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = GPTConfig(layers=2, width=32, heads=2, vocab_size=64, train_length=48, method="scale-invariant-rope")
@@ -22,6 +36,9 @@ def main(out: Path, parallel: str, context: int) -> None:
         torch.manual_seed(1)
         for parameter in model.parameters():  # some start at zero, and hide the gradients of others
             torch.nn.init.normal_(parameter, std=0.1)
+        if dtype == "float64":
+            model.double()
+            gpt.norm = norm
         model.context = here.context
         if parallel == "fsdp":
             shard(model, here, model.blocks)
@@ -32,7 +49,9 @@ def main(out: Path, parallel: str, context: int) -> None:
             split = here.context.split(48)
             inputs, targets = (split.take(x, here.context.rank, 1) for x in (inputs, targets))
         ids = here.document_ids(inputs, 3)
-        loss = forward(inputs, targets, document_ids=ids).sum() / inputs.numel()
+        single = dtype == "float32"
+        found = forward(inputs, targets, document_ids=ids) if single else losses(forward, inputs, targets, ids)
+        loss = found.sum() / inputs.numel()
         loss.backward()
         grads = to_cpu({name: x.grad for name, x in model.named_parameters()})
         grads["loss"] = here.mean(loss.detach())
@@ -41,4 +60,4 @@ def main(out: Path, parallel: str, context: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

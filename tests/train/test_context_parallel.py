@@ -43,18 +43,28 @@ def test_ten_steps_equal_one_process(tiny, start, tmp_path, ranks, changes):
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_gradients_equal_one_process(tmp_path, parallel):
-    """Muon and Adam do not see the size of a gradient, so equal losses do not show that it is right."""
-    alone, shared = tmp_path / "alone.pt", tmp_path / "shared.pt"
+    """Muon and Adam do not see the size of a gradient, so equal losses do not show that it is right.
+
+    The error is at most three times that of one process, both in float32 and against float64, and the roundings of a
+    sum over the tokens: one process may be right by chance in a gradient of few elements.
+    """
     worker = str(Path(__file__).with_name("gradient_worker.py"))
-    subprocess.run([sys.executable, worker, str(alone), parallel, "1"], check=True, timeout=300)
-    together = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", worker, str(shared)]
-    subprocess.run([sys.executable, *together, parallel, "2"], check=True, timeout=300)
-    exact, got = torch.load(alone), torch.load(shared)
-    assert got.keys() == exact.keys()
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+    def gradients(start: list[str], *arguments: str) -> dict[str, torch.Tensor]:
+        out = tmp_path / "gradients.pt"
+        subprocess.run([sys.executable, *start, worker, str(out), parallel, *arguments], check=True, timeout=300)
+        return {name: x.double() for name, x in torch.load(out).items()}
+
+    exact, alone, shared = gradients([], "1", "float64"), gradients([], "1"), gradients(torchrun, "2")
+    assert shared.keys() == exact.keys()
     assert any("tau" in name for name in exact)
+    rounding = torch.finfo(torch.float32).eps * (4 * 48) ** 0.5
     for name, x in exact.items():
-        assert x.abs().max() > 0, name
-        torch.testing.assert_close(got[name], x, rtol=0, atol=1e-5 * x.abs().max().item(), msg=name)
+        size = x.abs().max()
+        assert size > 0, name
+        error, own = ((y[name] - x).abs().max() for y in (shared, alone))
+        assert error <= 3 * own + rounding * size, f"{name}: off by {error:.3g} of {size:.3g}, one process {own:.3g}"
 
 
 @pytest.mark.slow
@@ -85,6 +95,11 @@ def test_sequences_that_cannot_be_shared_are_refused(tiny, start, ranks, length,
     assert message in output
 
 
+def test_infini_attention_is_refused_before_anything_is_written(tiny):
+    with pytest.raises(ValueError, match="context_parallel must be 1 with Infini-attention"):
+        tiny("infini-rope", context_parallel=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "fail"), [("ddp", "killed"), ("fsdp", "raises")])
 def test_a_lost_rank_ends_the_others_and_the_run_resumes(tiny, start, tmp_path, parallel, fail):
@@ -94,7 +109,8 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tiny, start, tmp_path, 
     process = start(config, ranks=4, fail=fail)
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert output.count(f"to continue from the last checkpoint: scaleinv train --resume {config.out}") == 3, output
+    again = f"torchrun --nproc-per-node 4 -m scaleinv train --resume {config.out}"
+    assert output.count(f"to continue from the last checkpoint: {again}") == 3, output
     assert ("a mistake on this rank alone" in output) == (fail == "raises")
     resumed = finish(start(dataclasses.replace(config, context_parallel=1), resume=True))
     assert "at step 2" in resumed
@@ -112,6 +128,8 @@ def test_evaluation_over_ranks_equals_one_process(tiny, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("4x (128 tokens)") == 1  # rank 0 alone reports
     shared = read_evaluation(alone.path(Path(config.out) / "evaluations"))
+    with pytest.raises(ValueError, match="context_parallel must be 1 with a tolerance"):
+        evaluate(config.out, "1x", tokens=1024, device="cpu", tolerance=0.1, context_parallel=2)
     for label, found in alone.lengths.items():
         assert shared.lengths[label].mean == pytest.approx(found.mean, rel=1e-5)
         assert shared.lengths[label].positions == [pytest.approx(x, rel=1e-4) for x in found.positions]

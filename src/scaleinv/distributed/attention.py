@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Literal, overload
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scaleinv.distributed.collect import all_parts, size_of
-from scaleinv.distributed.exchange import check_agreement, current_traffic
+from scaleinv.distributed.agreement import Choice, check_agreement, fingerprint
+from scaleinv.distributed.collect import size_of
+from scaleinv.distributed.exchange import all_parts, current_traffic
 from scaleinv.distributed.layout import LAYOUTS, Layout, Split
 from scaleinv.distributed.plan import Plan
 from scaleinv.distributed.ring import Ring, RingAttention
 from scaleinv.logits import LogitTransform
 from scaleinv.ops import registry
-from scaleinv.ops.call import DTYPES, Call, checked, query_gain_of
-from scaleinv.ops.masks import FAR, Geometry
+from scaleinv.ops.call import DTYPES, Call, checked, query_gain_from
+from scaleinv.ops.masks import FAR, Geometry, visible_counts
 
 
 @overload
@@ -118,7 +118,7 @@ def attention(
     whole = Geometry.of(split.length, split.length, 0, causal, window)
     gain, shift = whole.diagonal_tables(call.logits, call.compute_dtype, call.device)
     rank = mesh.get_local_rank()
-    call = dataclasses.replace(call, query=_with_gain(call, plan, whole, rank))
+    call = _with_gain(call, plan, whole, rank)
     engine = registry.choose(backend, call, in_blocks=True).name
     ring = Ring(plan, mesh, rank, engine, call.scale, current_traffic())
     out, lse = RingAttention.apply(call.query, call.key, call.value, gain, shift, ring)
@@ -128,25 +128,29 @@ def attention(
 
 def _check_ranks(call: Call, mesh: DeviceMesh, causal: bool, window: int | None, layout: str) -> None:
     """Raise ValueError on every rank unless all of them ask for the same thing."""
-    if call.query.shape[2] != call.key.shape[2]:
-        sizes = f"{call.query.shape[2]} and {call.key.shape[2]}"
-        raise ValueError(f"query and key must hold the same number of positions, got {sizes}")
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if queries != keys:
+        raise ValueError(f"query and key must hold the same number of positions, got {queries} and {keys}")
     tensors = {"query": call.query, "key": call.key, "value": call.value}
-    values: dict[str, float] = {
-        f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)
-    }
-    values |= {
+    values: dict[str, float | Choice] = {
+        **{f"dimension {i} of {name}": size for name, x in tensors.items() for i, size in enumerate(x.shape)},
         "scale": call.scale,
-        "the class of logits (a checksum of its name)": crc32(type(call.logits).__name__.encode()),
-        "query's dtype": DTYPES.index(call.query.dtype),
-        "causal": int(causal),
+        f"logits (a checksum of class, settings and parameters, here of {type(call.logits).__name__})": fingerprint(
+            call.logits
+        ),
+        "query's dtype": Choice(call.query.dtype, DTYPES),
+        "causal": Choice(causal, (False, True)),
         "window": min(window or 0, FAR),
-        "layout": LAYOUTS.index(layout),
-        "document_ids (1 where given)": int(call.document_ids is not None),
-        "key_mask (1 where given)": int(call.key_mask is not None),
-        "needs_grad": int(call.needs_grad),
+        "layout": Choice(layout, LAYOUTS),
+        "document_ids": _given(call.document_ids),
+        "key_mask": _given(call.key_mask),
+        "whether gradients are needed": Choice(call.needs_grad, (False, True)),
     }
-    check_agreement(mesh, values, call.device)
+    check_agreement(mesh, "attention", values, call.device)
+
+
+def _given(mask: Tensor | None) -> Choice:
+    return Choice("None" if mask is None else "given", ("None", "given"))
 
 
 def _whole(x: Tensor | None, split: Split, mesh: DeviceMesh) -> Tensor | None:
@@ -154,10 +158,13 @@ def _whole(x: Tensor | None, split: Split, mesh: DeviceMesh) -> Tensor | None:
     return None if x is None else split.join(all_parts(x, mesh), dim=1)
 
 
-def _with_gain(call: Call, plan: Plan, whole: Geometry, rank: int) -> Tensor:
-    """The query times LogN's factor, which counts the keys of the whole sequence."""
-    spread = dataclasses.replace(call, geometry=whole, document_ids=plan.document_ids, key_mask=plan.key_mask)
-    gain = query_gain_of(spread)
-    if gain is None:
-        return call.query
-    return call.query.to(gain.dtype) * plan.split.take(gain, rank, dim=2)[..., None]
+def _with_gain(call: Call, plan: Plan, whole: Geometry, rank: int) -> Call:
+    """The call with LogN's factor in its query; it counts the keys of the whole sequence."""
+
+    def visible() -> Tensor:
+        counts = visible_counts(whole, plan.document_ids, plan.key_mask, call.device)
+        return plan.split.take(counts, rank, dim=1)
+
+    gain = query_gain_from(call, visible, context=plan.split.length)
+    query = call.query if gain is None else call.query.to(gain.dtype) * gain[..., None]
+    return dataclasses.replace(call, query=query, query_gain=None)

@@ -8,14 +8,16 @@ These are the rules of torch's DTensor.
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from scaleinv.distributed.exchange import check_agreement, explained
-from scaleinv.distributed.layout import Layout, Split
+from scaleinv.distributed.agreement import Choice, check_agreement
+from scaleinv.distributed.exchange import all_parts
+from scaleinv.distributed.layout import LAYOUTS, Layout, Split
 
 
 def shard(x: Tensor, mesh: DeviceMesh, dim: int = 2, layout: Layout = "zigzag") -> Tensor:
@@ -35,9 +37,16 @@ def gather(part: Tensor, mesh: DeviceMesh, dim: int = 2, layout: Layout = "zigza
     """The whole tensor, on every rank, from each rank's part of it: the inverse of `shard`."""
     dim = _dimension(part, dim)
     ranks = size_of(mesh)
-    sizes = {"dimensions": part.dim(), f"dimension {dim}": part.shape[dim], "elements": part.numel()}
-    check_agreement(mesh, sizes | {"bytes of an element": part.element_size()}, part.device)
-    return _Gather.apply(part, mesh, dim, Split(part.shape[dim] * ranks, ranks, layout))
+    split = Split(part.shape[dim] * ranks, ranks, layout)
+    values: dict[str, float | Choice] = {
+        "dim": dim,
+        "layout": Choice(layout, LAYOUTS),
+        f"dtype (a checksum, here of {part.dtype})": crc32(str(part.dtype).encode()),
+        "the number of dimensions": part.dim(),
+        **{f"dimension {number}": size for number, size in enumerate(part.shape)},
+    }
+    check_agreement(mesh, "gather", values, part.device)
+    return _Gather.apply(part, mesh, dim, split)
 
 
 def size_of(mesh: DeviceMesh) -> int:
@@ -51,15 +60,6 @@ def size_of(mesh: DeviceMesh) -> int:
     return mesh.size()
 
 
-def all_parts(part: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-    """Every rank's part, in the order of ranks."""
-    part = part.contiguous()
-    parts = [torch.empty_like(part) for _ in range(mesh.size())]
-    with explained(f"rank {mesh.get_local_rank()} of the context mesh"):
-        dist.all_gather(parts, part, group=mesh.get_group())
-    return parts
-
-
 class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int, split: Split) -> Tensor:
@@ -68,8 +68,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        mesh, dim, split = ctx.settings
-        return split.join(all_parts(grad, mesh), dim), None, None, None
+        return _Gather.apply(grad, *ctx.settings), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -80,8 +79,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        mesh, dim, split = ctx.settings
-        return split.take(grad, mesh.get_local_rank(), dim).contiguous(), None, None, None
+        return _Shard.apply(grad, *ctx.settings), None, None, None
 
 
 def _dimension(x: Tensor, dim: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleinv.distributed.attention import attention
-from scaleinv.distributed.collect import all_parts
+from scaleinv.distributed.exchange import all_parts
 from scaleinv.distributed.layout import Layout, Split
 from scaleinv.logits import LogitTransform
 

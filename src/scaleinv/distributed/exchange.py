@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -94,20 +94,13 @@ def current_traffic() -> Traffic | None:
     return _traffic.get()
 
 
-def check_agreement(mesh: DeviceMesh, values: Mapping[str, float], device: torch.device) -> None:
-    """Raise ValueError on every rank, naming what differs, unless all ranks of the mesh pass the same values."""
-    if mesh.size() == 1:
-        return
-    own = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
-    everyone = [torch.empty_like(own) for _ in range(mesh.size())]
+def all_parts(part: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+    """Every rank's part, in the order of ranks."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(mesh.size())]
     with explained(_name(mesh)):
-        dist.all_gather(everyone, own, group=mesh.get_group())
-    table = torch.stack(everyone).cpu()
-    for column, name in enumerate(values):
-        found = table[:, column].tolist()
-        if len(set(found)) > 1:
-            shown = ", ".join(f"{value:.15g}" for value in found)
-            raise ValueError(f"{name} must be the same on every rank of the mesh, got [{shown}] on ranks 0, 1, …")
+        dist.all_gather(parts, part, group=mesh.get_group())
+    return parts
 
 
 def _name(mesh: DeviceMesh) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleinv.distributed.exchange import Exchange, Traffic
@@ -182,6 +183,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, gain, shift, out, lse = ctx.saved_tensors  # read once: checkpointing allows no more
         ring: Ring = ctx.ring

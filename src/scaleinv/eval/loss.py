@@ -13,7 +13,7 @@ from scaleinv.eval.summary import mapping, number
 from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.lengths import parse
 from scaleinv.machine import find_device
-from scaleinv.methods import trained_as
+from scaleinv.methods import row, trained_as
 from scaleinv.model import GPT
 from scaleinv.progress import Progress, Report, silent
 from scaleinv.train.config import TrainConfig
@@ -155,6 +155,10 @@ def evaluate(
         if trained_as(method) != model_method:
             raise ValueError(f"methods must be served by a model trained as {model_method!r}, got {method!r}")
         check_tolerance(tolerance, method)
+        if context_parallel > 1 and row(method).infini:
+            raise ValueError(f"context_parallel must be 1 for {method!r}: the memory of Infini-attention is sequential")
+    if context_parallel > 1 and tolerance is not None:
+        raise ValueError("context_parallel must be 1 with a tolerance: ranks that share a window have no cache")
     named = parse(lengths, config.model.train_length)
     find_device(device)
     weights = weights_digest(run) if step is None else None

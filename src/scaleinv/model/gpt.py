@@ -108,12 +108,9 @@ class GPT(nn.Module):
             return F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
 
         pieces = list(zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True))
-        if len(pieces) == 1:
-            return part(hidden, targets).clone()  # no view: FSDP warns of those
-        recompute = torch.is_grad_enabled()
-        return torch.cat(
-            [checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces], 1
-        )
+        recompute = torch.is_grad_enabled() and len(pieces) > 1
+        losses = [checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces]
+        return torch.cat(losses, 1)  # also if there is one: FSDP's hooks need an output that is no view
 
     def count_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -256,17 +257,23 @@ def _scale(scale: float | None, head_dim: int) -> float:
 
 
 def query_gain_of(call: Call) -> Tensor | None:
-    """c_h(i) in the dtype of the logits; None where it is 1."""
+    """c_h(i) in the dtype of the logits, ``[B or 1, H, Nq]``; None where it is 1."""
     geometry = call.geometry
-    gain = call.logits.gain_of_queries(
+    return query_gain_from(
+        call,
         lambda: visible_counts(geometry, call.document_ids, call.key_mask, call.device),
         context=min(geometry.keys, geometry.last + 1) if geometry.min_distance == 0 else geometry.keys,
     )
+
+
+def query_gain_from(call: Call, visible: Callable[[], Tensor], context: int) -> Tensor | None:
+    """`query_gain_of` from the counts of keys, as `LogitTransform.gain_of_queries` takes them."""
+    gain = call.logits.gain_of_queries(visible, context)
     if gain is None:
         return None
-    batch, heads = call.query.shape[:2]
-    expected = (batch, heads, geometry.queries)
-    fits = gain.dim() == 3 and gain.shape[2] == geometry.queries
+    batch, heads, queries = call.query.shape[:3]
+    expected = (batch, heads, queries)
+    fits = gain.dim() == 3 and gain.shape[2] == queries
     for size, whole in zip(gain.shape[:2], expected, strict=False):
         fits = fits and (size == 1 or size == whole)  # `in` fails with the compiler's symbols
     if not fits:

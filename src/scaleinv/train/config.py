@@ -88,7 +88,11 @@ class TrainConfig:
 
     device: str = setting("auto", "auto, cpu or cuda", group="machine", resume=True)
     context_parallel: int = setting(
-        1, "ranks that share each sequence (context parallelism)", group="machine", least=1, resume=True
+        1,
+        "how many of torchrun's ranks share each sequence (context parallelism)",
+        group="machine",
+        least=1,
+        resume=True,
     )
     context_layout: Literal["zigzag", "contiguous"] = setting(
         "zigzag", "how they share it: zigzag balances causal work", group="machine", resume=True
@@ -119,6 +123,8 @@ class TrainConfig:
             raise ValueError(f"val_{error}; 'none' turns validation off") from None
         if self.document_masks and self.model.sized_method().infini:
             raise ValueError("document_masks cannot be used with Infini-attention: its memory spans the window")
+        if self.context_parallel > 1 and self.model.sized_method().infini:
+            raise ValueError("context_parallel must be 1 with Infini-attention: its memory is sequential")
 
     @property
     def sequences(self) -> int:

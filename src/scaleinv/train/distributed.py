@@ -55,8 +55,9 @@ class World:
 
     def positions(self, length: int) -> Tensor:
         """The positions of a sequence that this rank holds."""
-        whole = torch.arange(length, device=self.device)
-        return whole if self.context is None else self.context.split(length).take(whole, self.context.rank, 0)
+        if self.context is None:
+            return torch.arange(length, device=self.device)
+        return self.context.split(length).positions(self.context.rank, self.device)
 
     def document_ids(self, tokens: Tensor, end_of_text: int) -> Tensor:
         """`scaleinv.data.document_ids`, even if other ranks hold the beginning of the sequence."""
@@ -162,6 +163,14 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
 
 
 _VARIABLES = (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
+
+
+def resume_command(out: str) -> str:
+    """The command that continues a run on as many ranks as there are now."""
+    size, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    nodes = f"--nnodes {size // local} " if size > local else ""
+    torchrun = f"torchrun {nodes}--nproc-per-node {local} -m " if size > 1 else ""
+    return f"{torchrun}scaleinv train --resume {out}"
 
 
 def shard(model: nn.Module, here: World, blocks: nn.ModuleList) -> None:

@@ -20,11 +20,12 @@ from scaleinv.distributed import RankLost
 from scaleinv.files import locked, remove_leftovers
 from scaleinv.logits import ScaleInvariant
 from scaleinv.model import GPT
-from scaleinv.ops.api import which_backend
+from scaleinv.ops import registry
+from scaleinv.ops.agreement import plain_call
 from scaleinv.progress import Report
 from scaleinv.train import checkpoint, optim, store
 from scaleinv.train.config import TrainConfig
-from scaleinv.train.distributed import World, accumulating, replicate, shard, world
+from scaleinv.train.distributed import World, accumulating, replicate, resume_command, shard, world
 from scaleinv.train.logs import Metrics, Progress
 from scaleinv.train.passes import micro_batches, precision
 from scaleinv.train.validation import LengthLoss, fitting, loss_at_length, usable_tokens
@@ -64,9 +65,8 @@ def run(config: TrainConfig, *, resume: bool = False, progress: Callable[[str], 
         with world(*settings) as here, contextlib.ExitStack() as stack:
             return _Run(config, here, progress if here.first else lambda text: None).go(resume, stack)
     except RankLost as error:
-        raise RankLost(
-            f"{error}; to continue from the last checkpoint: scaleinv train --resume {config.out}"
-        ) from error
+        again = resume_command(config.out)
+        raise RankLost(f"{error}; to continue from the last checkpoint: {again}") from error
 
 
 def _check_method(config: TrainConfig) -> None:
@@ -188,7 +188,8 @@ class _Run:
         config, here = self.config, self.here
         probe = torch.zeros(1, config.model.heads, 1, config.model.head_dim, device=here.device, requires_grad=True)
         with precision(here.device):
-            backend = which_backend(probe, probe, probe, detail=True)
+            call = plain_call(probe, probe, probe)
+            backend = registry.choose("auto", call, in_blocks=here.context is not None).name
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
         if here.context is not None:
             ranks += f", {here.context.ranks} per sequence ({here.context.layout})"
@@ -222,7 +223,7 @@ class _Run:
             meter.pause(time.monotonic() - began)
             if stopping and not last:
                 number = caught[0] if caught else signal.SIGTERM
-                self.progress(f"stopped at step {step}; to continue: scaleinv train --resume {self.folder}")
+                self.progress(f"stopped at step {step}; to continue: {resume_command(config.out)}")
                 return Result(step, False, number, {})
         if validation is None:  # resumed after the last step, or no lengths
             validation = self._validate(step)
