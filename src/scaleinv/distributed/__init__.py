@@ -2,6 +2,7 @@
 
 - `layout`: which positions each rank holds
 - `plan`: which blocks of keys a rank's queries see, and so what is sent
+- `agreement`: do all ranks ask for the same
 - `exchange`: messages in flight while the caller computes
 - `ring`: the blocks, merged; their gradients, returned
 - `attention`, `shard`, `gather`: the calls
