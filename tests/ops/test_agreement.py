@@ -133,7 +133,7 @@ class TestAuto:
     @pytest.mark.parametrize(
         "damage",
         ["", "{", "[]", "null", '{"differs": null}', b"\xff\xfe", lambda text: text.replace("null", "7"), None],
-        ids=str,
+        ids=["empty", "half", "list", "null", "part", "no text", "wrong kind", "folder"],
     )
     def test_a_damaged_answer_is_found_again(self, damage, put_first, monkeypatch, tmp_path):
         calls = []
