@@ -34,7 +34,7 @@ def test_json(few_backends, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["wrong"] == []
     assert [x["name"] for x in found["backends"]] == ["flex", "blocked-torch", "reference"]
-    assert {x["what"] for x in found["backends"][1]["timings"]} == {"forward", "training", "decoding"}
+    assert {x["what"] for x in found["backends"][1]["timings"]} == {"forward", "backward", "decoding"}
     own = found["backends"][2]["errors"]["float32"]
     assert own["error"] == own["same_precision"] <= own["limit"]
     assert torch.__version__ in found["machine"]["torch"]

@@ -12,7 +12,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -34,7 +34,7 @@ OTHER_HEAD_DIMS = (128, 256)
 class Timing:
     """Milliseconds of one operation, on a backend and with `scaled_dot_product_attention`."""
 
-    what: str  # forward, training (forward and backward) or decoding
+    what: str  # forward, backward or decoding
     keys: int
     milliseconds: float
     sdpa: float
@@ -146,13 +146,12 @@ def _timings(entry: registry.Backend, device: torch.device, quick: bool) -> list
     found = []
     for keys in sizes:
         query, key, value = (torch.randn(1, heads, keys, HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
-        for what, rows in (("forward", keys), ("training", keys), ("decoding", 1)):
-            leaves = [x.detach().requires_grad_(what == "training") for x in (query[:, :, -rows:], key, value)]
+        for what, rows in (("forward", keys), ("backward", keys), ("decoding", 1)):
+            leaves = [x.detach().requires_grad_(what == "backward") for x in (query[:, :, -rows:], key, value)]
             call = agreement.plain_call(*leaves)
             if entry.module.obstacle(call) is None:
-                own = _milliseconds(functools.partial(_run, entry, call), leaves, device)
-                sdpa = _milliseconds(functools.partial(_sdpa, *leaves), leaves, device)
-                found.append(Timing(what, keys, own, sdpa))
+                runs = (functools.partial(_run, entry, call), functools.partial(_sdpa, *leaves))
+                found.append(Timing(what, keys, *_milliseconds(runs, leaves, device)))
     return found
 
 
@@ -164,20 +163,26 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1)
 
 
-def _milliseconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:
-    """The median of a few runs, after one that does not count; with a backward where the inputs want gradients."""
-    times = []
+def _milliseconds(runs: Sequence[Callable[[], Tensor]], leaves: list[Tensor], device: torch.device) -> list[float]:
+    """Of each: the median of a few runs in turn, after one that does not count; with gradients, the backward alone."""
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(6):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        out = run()
-        if leaves[0].requires_grad:
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times[1:])
+        for run, own in zip(runs, times, strict=True):
+            out = run() if leaves[0].requires_grad else None
+            _finish(device)
+            start = time.perf_counter()
+            if out is None:
+                run()
+            else:
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+            _finish(device)
+            own.append(1000 * (time.perf_counter() - start))
+    return [statistics.median(own[1:]) for own in times]
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _choice(device: torch.device, dtype: torch.dtype) -> str:
