@@ -171,7 +171,7 @@ MEAN = {"mean": 1.0, "stderr": 0.1, "seeds": 1}
         ("sweep.json", {"tau": {"1": {"far": MEAN}}}, "sweep.json: lengths must read like"),
         ("sweep.json", {"tau": {"big": {"1x": MEAN}}}, "tau must be a positive number of tokens, got 'big'"),
         (
-            "needle/rope.json",
+            "needle/rope-seed0.json",
             {
                 "row": "rope",
                 "lengths": {"1x": {"length": 1, "accuracy": 1, "depths": [{"from": 9, "to": 10, "accuracy": 1}]}},
