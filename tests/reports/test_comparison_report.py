@@ -176,7 +176,7 @@ MEAN = {"mean": 1.0, "stderr": 0.1, "seeds": 1}
                 "row": "rope",
                 "lengths": {"1x": {"length": 1, "accuracy": 1, "depths": [{"from": 9, "to": 10, "accuracy": 1}]}},
             },
-            "rope.json: 1x: from and to must be rising fractions",
+            "rope-seed0.json: 1x: from and to must be rising fractions",
         ),
     ],
 )
