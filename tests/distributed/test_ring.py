@@ -16,7 +16,7 @@ from scaleinv.distributed.plan import Plan
 Found = Callable[[int], list[dict]]
 
 EVERY = [
-    pytest.param(ranks, case, id=f"{ranks}-{case}", marks=[pytest.mark.slow] if ranks > 2 else [])
+    pytest.param(ranks, case, id=f"{ranks}-{case}", marks=pytest.mark.slow)  # `test_engines` is the quick part
     for ranks in (2, 3, 4)
     for case in cases(ranks)
 ]

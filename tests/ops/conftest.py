@@ -5,7 +5,7 @@ import pytest
 import torch
 from attention_cases import Case
 
-QUICK, IN_CI = 12, 3
+QUICK, IN_CI = 24, 3
 """Of the shared cases on the Triton kernels, one in so many runs by default and one in so many in CI, where every value
 of every parameter and field occurs; the interpreter is slow."""
 
