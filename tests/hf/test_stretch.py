@@ -251,6 +251,7 @@ def test_packed_documents_count_by_their_positions(text: Tensor) -> None:
     torch.testing.assert_close(packed[:, 75:], logits(model, text[:, 75:]))
 
 
+@pytest.mark.slow
 def test_compiles_with_a_fixed_length(text: Tensor) -> None:
     model = stretched(make_hf("llama"))
     scaleinv.hf.stretch_to(model, 100)

@@ -60,6 +60,7 @@ def test_lengths() -> None:
         context_lengths([], model)
 
 
+@pytest.mark.slow
 def test_a_second_model_does_not_write_over_the_first(tmp_path: Path) -> None:
     model_report(make_gpt(), TOKENS, ["2x"], tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
