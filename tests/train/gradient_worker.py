@@ -1,5 +1,6 @@
 """Gradients of one training pass, alone or under torchrun: ``gradient_worker.py OUT.pt ddp|fsdp CONTEXT [float64]``."""
 
+import faulthandler
 import sys
 import warnings
 from pathlib import Path
@@ -25,6 +26,7 @@ def losses(model: torch.nn.Module, inputs: Tensor, targets: Tensor, ids: Tensor)
 
 def main(out: Path, parallel: str, context: int, dtype: str = "float32") -> None:
     """The loss is that of `scaleinv.train.loop`: each rank's mean, and the mean over ranks."""
+    faulthandler.dump_traceback_later(240, exit=True)  # if it hangs, show where
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # an output that is a view
     torch.set_num_threads(1)
     torch.manual_seed(0)

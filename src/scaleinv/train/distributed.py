@@ -159,8 +159,13 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
             board.wait([f"out of the last collective: {other}" for other in range(size)])
     finally:
         if started:
+            _GROUPS.append(dist.group.WORLD)
             dist.destroy_process_group()
 
+
+_GROUPS: list[object] = []
+"""Groups left, held to the end of the process. Otherwise the last to hold one may be DDP's reducer, which destroys it
+without giving up Python's lock; if a thread of Gloo then waits for that lock to free a tensor, both wait for ever."""
 
 _VARIABLES = (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
 
