@@ -23,6 +23,7 @@ ROWS = {  # SPEC: rotary, logits, what changes at inference, whose model it uses
     "scale-invariant-nope": (rotary.NoPE, scaleinv.ScaleInvariant, None, "scale-invariant-nope"),
     "infini-rope": (rotary.RoPE, scaleinv.Plain, None, "infini-rope"),
     "infini-p-rope": (rotary.PRoPE, scaleinv.Plain, None, "infini-p-rope"),
+    "yarn-no-factor": (rotary.RoPE, scaleinv.Plain, "yarn-frequencies", "rope"),
     "scale-invariant-rope+yarn": (rotary.RoPE, scaleinv.ScaleInvariant, "yarn-frequencies", "scale-invariant-rope"),
     "scale-invariant-rope+ntk": (rotary.RoPE, scaleinv.ScaleInvariant, "ntk", "scale-invariant-rope"),
 }

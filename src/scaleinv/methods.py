@@ -53,7 +53,9 @@ ROWS: dict[str, Row] = {
     "scale-invariant-nope": Row("none", "scale-invariant"),
     "infini-rope": Row("rope", "plain", infini=True),
     "infini-p-rope": Row("p-rope", "plain", infini=True),
-    # Beyond the paper. The logits already sharpen with the length, so YaRN's factor would do it twice.
+    # Beyond the paper. YaRN without its factor shows what that factor does for plain attention.
+    "yarn-no-factor": Row("rope", "plain", stretch="yarn-frequencies", trained_as="rope"),
+    # These logits already sharpen with the length, so YaRN's factor would do it twice.
     "scale-invariant-rope+yarn": Row(
         "rope", "scale-invariant", stretch="yarn-frequencies", trained_as="scale-invariant-rope"
     ),

@@ -44,6 +44,7 @@ METHODS: dict[str, Look] = {
     "scale-invariant-nope": Look("Scale-invariant + NoPE", "#AAAAAA", "v", ":"),
     "infini-rope": Look("Infini-attention + RoPE", "#999933", "o", "-."),
     "infini-p-rope": Look("Infini-attention + p-RoPE", "#44AA99", "s", "-."),
+    "yarn-no-factor": Look("YaRN without its factor", "#EE3377", "X", ":"),
     "scale-invariant-rope+yarn": Look("Scale-invariant + RoPE, YaRN frequencies", "#CC3311", "D", "--"),
     "scale-invariant-rope+ntk": Look("Scale-invariant + RoPE + NTK", "#33BBEE", "^", "--"),
 }
