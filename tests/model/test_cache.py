@@ -30,6 +30,20 @@ def test_a_stretched_rotary_never_leaves_stale_keys(method):
         torch.testing.assert_close(piece, model(TOKENS[:, :start])[:, -size:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", [(20, 5), (30, 10)], ids=["within the training length", "rotating the past again"])
+@torch.no_grad()
+def test_a_step_that_failed_can_be_repeated_with_a_stretched_rotary(sizes, monkeypatch):
+    model, cache = small("yarn"), KVCache()
+    first, second = TOKENS[:, : sizes[0]], TOKENS[:, sizes[0] : sum(sizes)]
+    model(first, cache=cache)
+    with monkeypatch.context() as broken:
+        broken.setattr(model.blocks[1], "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(second, cache=cache)
+    again = model(second, cache=cache)
+    torch.testing.assert_close(again, model(TOKENS[:, : sum(sizes)])[:, sizes[0] :], rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_full_forward_can_be_told_the_context_length():
     model = small("rope+ntk")

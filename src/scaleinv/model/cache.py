@@ -84,10 +84,9 @@ class KVCache:
         key, value = self.extend(layer, key, value)
         return attention(query, key, value, logits, query_offset=start, key_mask=key_mask, backend=backend)
 
-    def remember(self, tokens: Tensor) -> Tensor:
-        """Add to the text; returns all of it."""
-        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], dim=1)
-        return self.tokens
+    def remember(self, tokens: Tensor) -> None:
+        """Add tokens to the text that is held."""
+        self.tokens = torch.cat([self.tokens, tokens], dim=1) if self.length and self.tokens is not None else tokens
 
 
 class CertifiedKVCache(KVCache):

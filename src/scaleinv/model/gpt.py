@@ -97,6 +97,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, turn, cache, document_ids, key_mask, self.backend, self.context)
         if cache is not None:
+            if self.method.stretch is not None:
+                cache.remember(tokens)
             cache.length = length
         return norm(x[:, -asked:])
 
@@ -127,15 +129,17 @@ class GPT(nn.Module):
         """The tokens to run: these, or the whole text if NTK or YaRN must rotate the past again."""
         if self.method.stretch is None:
             return tokens
-        if context_length is not None and cache.length == 0:
+        past = cache.tokens
+        if context_length is not None and past is None:
             cache.context_length = context_length
-        text = cache.remember(tokens)
-        reached = max(self.config.train_length, cache.context_length or 0)
-        if text.shape[1] <= reached:
+        text = tokens if past is None else torch.cat([past, tokens], dim=1)
+        fits = text.shape[1] <= max(self.config.train_length, cache.context_length or 0)
+        if fits and (past is None or cache.length == past.shape[1]):
             return tokens
-        cache.context_length = text.shape[1]
+        if not fits:
+            cache.context_length = text.shape[1]
         cache.reset()
-        cache.tokens = text
+        cache.tokens = past  # if this step fails, the next one reads the whole text
         return text
 
     def _check(
