@@ -27,8 +27,8 @@ test: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 demo: $(STAMP)
-	$(BIN)/scaleinv compare --methods rope,logn+p-rope,alibi,scale-invariant-p-rope --seeds 1 --steps 200 \
-		--tokens 131072 --out runs/demo
+	$(BIN)/scaleinv compare --methods rope,logn+p-rope,alibi,scale-invariant-p-rope --seeds 1 --steps 400 \
+		--batch-tokens 2048 --tokens 131072 --out runs/demo
 	$(BIN)/scaleinv generate runs/demo/runs/scale-invariant-p-rope-seed0 --prompt "My fellow citizens" --seed 0
 
 bench: $(STAMP)
