@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from scaleinv.eval import workers as module
-from scaleinv.eval.compare import work_left
+from scaleinv.eval.compare import todo, work_left
 from scaleinv.eval.work import Work
-from scaleinv.eval.workers import Workers
+from scaleinv.eval.workers import Workers, work_through
 
 
 def work(plan) -> Work:
@@ -40,6 +40,15 @@ def test_records_are_structured_and_nothing_else_is_on_their_channel(plan):
     assert [(r["method"], r["length"]) for r in records if r["kind"] == "evaluated"] == [
         ("rope", "1x"), ("rope", "4x"), ("yarn", "1x"), ("yarn", "4x")
     ]  # fmt: skip
+
+
+def test_finished_models_are_counted_before_any_other_starts(plan, monkeypatch, tmp_path):
+    program(monkeypatch, """print('{"kind": "step", "step": 1, "steps": 2, "loss": 3.0}')""")
+    job, lines = plan.all_jobs()[0], []
+    models = dict.fromkeys(("first", "second", "third"), todo(plan, job))
+    left = {"first": work(plan), "second": None, "third": None}
+    work_through(models, left.get, count=1, out=tmp_path, progress=lines.append, done=lambda: None)
+    assert str(lines[0]).startswith("2 of 3 models")
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def _run(plan: Comparison, progress: Progress) -> Summary:
     jobs = {job.name: job for job in plan.all_jobs()}
     count = jobs_at_once(plan.jobs, len(jobs), plan.config(plan.all_jobs()[0]).device)
     seeds = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
-    progress(f"{len(jobs)} models to train for {len(plan.methods)} methods, {seeds}; {count} at once")
+    progress(f"{len(jobs)} models for {len(plan.methods)} methods, {seeds}; {count} at once")
     work_through(
         {name: todo(plan, job) for name, job in jobs.items()},
         lambda name: work_left(plan, jobs[name]),

@@ -49,12 +49,15 @@ def work_through(
 
     Args:
         models: what each model has to do, by its name: for the time left.
-        work: what is left to do for a model, asked for when its turn comes; None if nothing is.
+        work: what is left to do for a model; None if nothing is.
         count: processes at once; they share the cores.
         out: the folder, for the message of `Stopped`.
         done: called after each model.
     """
     board = Board(models, progress)
+    finished = {name for name in models if work(name) is None}
+    for name in finished:  # first, so that they do not count towards the time left
+        board.finish(name)
     workers = Workers(threads=max(1, (os.cpu_count() or 1) // count))
     problems = []
 
@@ -64,7 +67,7 @@ def work_through(
             workers.run(left, lambda record: board.receive(name, record))
 
     with workers, ThreadPoolExecutor(count) as pool:
-        pending = {pool.submit(do, name): name for name in models}
+        pending = {pool.submit(do, name): name for name in models if name not in finished}
         for future in as_completed(pending):
             name, error = pending[future], future.exception()
             if workers.stopped:
