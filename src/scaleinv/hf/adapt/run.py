@@ -80,9 +80,10 @@ class _Work:
         self.train_length = config.train_length or min(trained_length(text), LONGEST_DEFAULT)
         self.lengths = lengths.parse(config.lengths, self.train_length)
         check_lengths(text, [self.train_length, *self.lengths.values()], config.model)
-        if config.distill and self.train_length > trained_length(text):
+        teaches = "distill" if config.distill else "match" if config.match else None
+        if teaches and self.train_length > trained_length(text):
             raise ValueError(
-                f"distill: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
+                f"{teaches}: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
                 f"got train_length {self.train_length:,}"
             )
         check_variants(self.stock, config, self.train_length)
@@ -115,7 +116,7 @@ class _Work:
         """What the trained models depend on."""
         config = self.config
         first = self.stock.get_input_embeddings().weight.detach()[:64].to("cpu", torch.float32).contiguous()
-        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal")
+        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal", "anneal_rotary", "match")
         return {
             "weights": hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
             "corpus_sha256": self.data.sha256,
