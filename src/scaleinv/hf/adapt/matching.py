@@ -51,7 +51,7 @@ def match(
     optimizer = torch.optim.AdamW(weights.values(), lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     errors: list[float] = []
-    with _only(model, weights):
+    with only(model, weights):
         for step in range(steps):
             parts = windows(step).to(here.device).split(rows)
             error = torch.stack([layer_errors(model, teacher, part, 1 / len(parts)) for part in parts]).mean()
@@ -69,10 +69,10 @@ def match(
 
 
 def layer_errors(model: Any, teacher: Any, inputs: Tensor, scale: float) -> Tensor:
-    """The mean over layers of the error of an attention layer's output; adds ``scale`` times its gradient.
+    """The mean over layers of the error of an attention layer's output; adds ``scale`` times each layer's gradient.
 
-    The error is the mean square relative to the variance of the teacher's output, for each window ``[N]`` of
-    ``inputs [B, N]`` by itself, so that it does not depend on how windows are batched.
+    Call it where `only` the attention is trained. The error is the mean square relative to the variance of the
+    teacher's output, for each window ``[N]`` of ``inputs [B, N]`` by itself: how windows are batched does not matter.
     """
     targets: list[Tensor] = []
     errors: list[Tensor] = []
@@ -137,7 +137,7 @@ def _hooked(model: Any, hook: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _only(model: Any, weights: dict[str, nn.Parameter]) -> Iterator[None]:
+def only(model: Any, weights: dict[str, nn.Parameter]) -> Iterator[None]:
     """Train no weights but these, so that no layer keeps activations for others."""
     inside = {id(weight) for weight in weights.values()}
     others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in inside]

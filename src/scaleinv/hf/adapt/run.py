@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 
 from scaleinv import lengths
 from scaleinv.adaptation import BASE, AdaptConfig, trained_as, variant
@@ -56,6 +56,7 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
     if config.lora:
         require_peft()
     state = PartialState(cpu=find_device(config.device).type == "cpu")
+    check_sharding(config, state)
     here = World(state.process_index, state.num_processes, state.device)
     work = _Work(config, here, progress if here.first else silent)
     out = Path(config.out)
@@ -65,6 +66,21 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
         here.on_first(folders.claim, out, work.identity())
         here.on_first(folders.remove_leftovers, out)
         return work.run(out, command)
+
+
+def check_sharding(config: AdaptConfig, state: PartialState) -> None:
+    """Raise ValueError where accelerate would not shard the model, or would shard it in a way that loses weights."""
+    if (
+        "FSDP_VERSION" in os.environ
+    ):  # its launcher's default loads no weights on most ranks, and gathers none at the end
+        raise ValueError(
+            "adapt sets FSDP up itself: start it with torchrun and --fsdp, not accelerate launch --use_fsdp"
+        )
+    if config.fsdp and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        raise ValueError(
+            "fsdp needs several ranks on GPUs (torchrun --nproc-per-node 8): accelerate does not shard over CPUs, "
+            f"got {state.num_processes} on {state.device.type}"
+        )
 
 
 class _Work:
