@@ -309,9 +309,12 @@ def test_ways_to_train(folders: tuple[Path, Path], tmp_path: Path, changes: dict
 
 
 @pytest.mark.slow
-def test_lora_trains_few_weights_and_leaves_a_plain_folder(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["text", "match"])
+def test_lora_trains_few_weights_and_leaves_a_plain_folder(
+    folders: tuple[Path, Path], tmp_path: Path, share: float
+) -> None:
     pytest.importorskip("peft")
-    asked = config(*folders, tmp_path / "out", variants="scale-invariant", lora=2)
+    asked = config(*folders, tmp_path / "out", variants="scale-invariant", lora=2, match=share)
     adapt(asked)
     before = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "models" / "scale-invariant-seed0")

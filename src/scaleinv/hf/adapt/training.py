@@ -189,23 +189,25 @@ def train(
     as_variant(model, name, config, steps.length)
     trained = _with_lora(model, config.lora) if config.lora else model
     label, matching = f"{name} seed {seed}", steps.matching(config, name)
-    matched = folder / "matched.safetensors"
-    if matching and not matched.exists():
+    errors: list[float] = []
+    if matching:
 
         def windows_of(step: int) -> torch.Tensor:
             return data.batch(step, steps.windows, steps.length, rank=here.rank, world=here.size, seed=seed)[0]
 
-        teacher = _teacher(config, here)
-        match(model, teacher, windows_of, matching, steps.rows, config.lr, here, matched, label, progress)
-        del teacher
-    errors = load_matched(model, matched) if matching else []
+        path = folder / "matched.safetensors"
+        if not path.exists():
+            teacher = _teacher(config, here)
+            match(model, teacher, windows_of, matching, steps.rows, config.lr, here, path, label, progress)
+            del teacher
+        errors = load_matched(model, path)
     later = dataclasses.replace(steps, count=steps.count - matching)
     arguments = TrainingArguments(
         str(folder),
         max_steps=later.count,
         per_device_train_batch_size=steps.rows,
         gradient_accumulation_steps=steps.windows // here.size // steps.rows,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing and not config.fsdp,
         learning_rate=config.lr,
         lr_scheduler_type="linear",
         warmup_steps=later.count // 10,
@@ -215,7 +217,8 @@ def train(
         train_sampling_strategy="sequential",  # the windows are in random order already
         bf16=on_gpu,
         use_cpu=not on_gpu,
-        fsdp=True if config.fsdp else None,  # FSDP2; each of the model's layers is a unit
+        fsdp=True if config.fsdp else None,  # FSDP2, layer by layer
+        fsdp_config={"activation_checkpointing": config.gradient_checkpointing} if config.fsdp else None,
         seed=seed,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -249,7 +252,8 @@ def train(
         here.on_first(lambda: merged.to(dtype).save_pretrained(out))
     else:
         trainer.save_model(str(out))  # all ranks: the weights may be sharded
-        here.on_first(_cast, out, dtype)
+        twice = config.fsdp and model.config.tie_word_embeddings  # what is gathered holds tied weights twice
+        here.on_first(_tidy, out, dtype, twice)
     lines = [line for line in trainer.state.log_history if "loss" in line]
     kept = ("loss", "learning_rate", "tokens_per_second")
     return [
@@ -285,10 +289,10 @@ def _step(checkpoint: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _cast(folder: Path, dtype: torch.dtype) -> None:
-    """Save a folder's weights in another type."""
+def _tidy(folder: Path, dtype: torch.dtype, again: bool) -> None:
+    """Leave the model's own files, with weights in this type; ``again`` saves them anew even if they have it."""
     (folder / "training_args.bin").unlink(missing_ok=True)
-    if dtype != torch.float32:
+    if again or dtype != torch.float32:
         load_pretrained(folder).to(dtype).save_pretrained(folder)
 
 
