@@ -31,9 +31,9 @@ from scaleinv.hf.convert import load_tokenizer
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hf.stretch import trained_length
 from scaleinv.hub import check_source
-from scaleinv.machine import cpu_name, find_device
+from scaleinv.machine import cpu_name
 from scaleinv.progress import Progress, silent
-from scaleinv.train.distributed import World
+from scaleinv.train.distributed import World, world
 from scaleinv.train.store import check_writable
 from scaleinv.train.validation import usable_tokens
 from scaleinv.version import VERSION
@@ -55,13 +55,12 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
     check_source(config.model)
     if config.lora:
         require_peft()
-    state = PartialState(cpu=find_device(config.device).type == "cpu")
-    check_sharding(config, state)
-    here = World(state.process_index, state.num_processes, state.device)
-    work = _Work(config, here, progress if here.first else silent)
-    out = Path(config.out)
-    here.on_first(check_writable, out)
     with contextlib.ExitStack() as stack:
+        here = stack.enter_context(world(config.device))
+        check_sharding(config, PartialState(cpu=here.device.type == "cpu"))  # accelerate joins the group that is there
+        work = _Work(config, here, progress if here.first else silent)
+        out = Path(config.out)
+        here.on_first(check_writable, out)
         here.on_first(lambda: stack.enter_context(locked(out)))
         here.on_first(folders.claim, out, work.identity())
         here.on_first(folders.remove_leftovers, out)
@@ -70,9 +69,8 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
 
 def check_sharding(config: AdaptConfig, state: PartialState) -> None:
     """Raise ValueError where accelerate would not shard the model, or would shard it in a way that loses weights."""
-    if (
-        "FSDP_VERSION" in os.environ
-    ):  # its launcher's default loads no weights on most ranks, and gathers none at the end
+    # By default accelerate's launcher has most ranks load no weights, and gathers none at the end.
+    if "FSDP_VERSION" in os.environ:
         raise ValueError(
             "adapt sets FSDP up itself: start it with torchrun and --fsdp, not accelerate launch --use_fsdp"
         )

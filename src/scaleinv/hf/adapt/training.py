@@ -217,7 +217,7 @@ def train(
         train_sampling_strategy="sequential",  # the windows are in random order already
         bf16=on_gpu,
         use_cpu=not on_gpu,
-        fsdp=True if config.fsdp else None,  # FSDP2, layer by layer
+        fsdp=True if config.fsdp else None,  # type: ignore[arg-type]  # its annotation is older; FSDP2, layer by layer
         fsdp_config={"activation_checkpointing": config.gradient_checkpointing} if config.fsdp else None,
         seed=seed,
         logging_steps=1,
