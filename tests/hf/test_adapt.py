@@ -386,6 +386,15 @@ def test_mistakes_are_found_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_another_launchers_fsdp_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``accelerate launch --use_fsdp`` is known by what it sets."""
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="start it with torchrun and --fsdp"):
+        adapt(config(*folders, tmp_path / "out"))
+
+
 def test_a_model_with_learned_positions(tmp_path: Path) -> None:
     absolute(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
