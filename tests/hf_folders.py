@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -31,7 +32,9 @@ def small_model(model_type: str = "llama", **changes: object) -> PreTrainedModel
     size = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1}  # positions matter
-    config = CONFIG_MAPPING[model_type](**{**size, **heads, **ids, **MODELS.get(model_type, {}), **changes})
+    config = CONFIG_MAPPING[model_type](
+        **{**size, **heads, **ids, **copy.deepcopy(MODELS.get(model_type, {})), **changes}
+    )
     return AutoModelForCausalLM.from_config(config).eval()
 
 

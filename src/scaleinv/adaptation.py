@@ -114,6 +114,9 @@ class AdaptConfig:
         least=1,
     )
     gradient_checkpointing: bool = setting(False, "compute activations twice to save memory", group="training")
+    fsdp: bool = setting(
+        False, "shard weights, gradients and Adam's averages over the ranks (GPUs, under torchrun)", group="training"
+    )
     checkpoint_every: int = setting(200, "steps between checkpoints", group="training", least=1)
 
     tau: float = setting(TAU, "lengthscale of the scale-invariant variants, in tokens", group="attention", above=0)
@@ -130,6 +133,20 @@ class AdaptConfig:
         least=0,
         most=1,
     )
+    anneal_rotary: float = setting(
+        0.0,
+        "share of the steps over which the frequencies that p-RoPE drops fall to zero",
+        group="attention",
+        least=0,
+        most=1,
+    )
+    match: float = setting(
+        0.0,
+        "share of the steps in which first each attention layer alone learns to give what the stock one gives",
+        group="attention",
+        least=0,
+        below=1,
+    )
     device: str = setting("auto", "auto, cpu or cuda")
 
     def __post_init__(self) -> None:
@@ -139,6 +156,13 @@ class AdaptConfig:
         self.names  # noqa: B018  # raises for an unknown variant
         self.training_tokens  # noqa: B018
         lengths.parse(self.lengths, 1 << 20)  # its form: the training length may be the model's
+        if self.match and (self.anneal or self.anneal_rotary):
+            raise ValueError(
+                "match goes without anneal and anneal_rotary: it fits the layers to the attention at the end of an "
+                f"annealing, got match {self.match}, anneal {self.anneal}, anneal_rotary {self.anneal_rotary}"
+            )
+        if self.fsdp and self.lora:
+            raise ValueError(f"fsdp goes without lora: it shards weights that are all trained, got lora {self.lora}")
 
     @property
     def names(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,10 @@ from scaleinv.cli import main
 from scaleinv.data import TokenData, write_shard
 from scaleinv.eval.loss import read_evaluation
 from scaleinv.eval.summary import read_summary
+from scaleinv.files import read_lines
 from scaleinv.hf.adapt import adapt, measure
 from scaleinv.hf.adapt import data as texts
-from scaleinv.hf.adapt.training import Steps, annealed, divergence, set_tau
+from scaleinv.hf.adapt.training import Steps, anneal, annealed, divergence, set_tau
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.train.distributed import World
 
@@ -65,6 +67,10 @@ def test_variants_share_trained_models() -> None:
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lora": 0}, "lora must be a positive integer, got 0"),
         ({"anneal": 1.5}, "anneal must be a number from 0 to 1, got 1.5"),
+        ({"anneal_rotary": -0.1}, "anneal_rotary must be a number from 0 to 1, got -0.1"),
+        ({"match": 1.0}, "match must be a number from 0 to 1, 1 excluded, got 1.0"),
+        ({"match": 0.1, "anneal": 0.5}, "match goes without anneal and anneal_rotary: .* got match 0.1, anneal 0.5"),
+        ({"fsdp": True, "lora": 8}, "fsdp goes without lora: .* got lora 8"),
         ({"model": " "}, "model must be a folder or the id"),
     ],
 )
@@ -189,6 +195,37 @@ def test_tau_falls_from_nearly_plain_to_its_value() -> None:
     assert scaleinv.hf.conversion(stock) is None
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_dropped_frequencies_fade(model_type: str) -> None:
+    """From exactly the stock rotary to exactly p-RoPE, by the step alone: a resumed run is where it was."""
+    asked = AdaptConfig(model="m", anneal=0.5, anneal_rotary=0.5)
+    ends = [as_variant(small_model(model_type), name, asked, 32) for name in ("stock", "scale-invariant-p-rope")]
+    model = as_variant(small_model(model_type), "scale-invariant-p-rope", asked, 32)
+    seen = []
+    for step in range(20):
+        anneal(model, step, asked, 20)
+        fresh = as_variant(small_model(model_type), "scale-invariant-p-rope", asked, 32)
+        anneal(fresh, step, asked, 20)
+        seen.append(frequencies(model))
+        assert torch.equal(seen[-1], frequencies(fresh))
+        assert fresh.config.get_text_config().settings == model.config.get_text_config().settings
+    stock, last = map(frequencies, ends)
+    assert torch.equal(seen[0], stock)
+    assert all(torch.equal(x, last) for x in seen[10:])
+    for before, after in itertools.pairwise(seen[:11]):
+        assert (after[last > 0] == last[last > 0]).all()
+        assert (after[last == 0] < before[last == 0]).all()
+    assert model.config.to_dict() == ends[1].config.to_dict()
+    for plain in (small_model(model_type), as_variant(small_model(model_type), "scale-invariant", asked, 32)):
+        anneal(plain, 5, asked, 20)
+        assert torch.equal(frequencies(plain), stock)
+
+
+def frequencies(model: Any) -> torch.Tensor:
+    """All frequencies that the model's rotary modules use."""
+    return torch.cat([x for name, x in model.named_buffers() if "inv_freq" in name and "original" not in name])
+
+
 # The whole
 
 
@@ -248,7 +285,9 @@ def test_architectures(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{"distill": True}, {"anneal": 0.5}, {"gradient_checkpointing": True}], ids=lambda x: next(iter(x))
+    "changes",
+    [{"distill": True}, {"anneal": 0.5, "anneal_rotary": 0.5}, {"match": 0.5}, {"gradient_checkpointing": True}],
+    ids=lambda x: next(iter(x)),
 )
 def test_ways_to_train(folders: tuple[Path, Path], tmp_path: Path, changes: dict) -> None:
     asked = config(*folders, tmp_path / "out", variants="stock,scale-invariant-p-rope", **changes)
@@ -257,18 +296,25 @@ def test_ways_to_train(folders: tuple[Path, Path], tmp_path: Path, changes: dict
     conversion = scaleinv.hf.conversion(trained)
     assert conversion is not None
     assert conversion.tau == 10.0
-    lines = [
-        json.loads(line)["loss"]
-        for line in (tmp_path / "out" / "curves" / "scale-invariant-p-rope-seed0.jsonl").read_text().splitlines()
-    ]
-    assert len(lines) == 4
-    assert (lines[0] < 0.1) if changes.get("distill") else (lines[-1] < lines[0])  # close to its teacher at once
+    converted = as_variant(small_model(), "scale-invariant-p-rope", asked, 32)
+    assert torch.equal(frequencies(trained), frequencies(converted))
+    lines = read_lines(tmp_path / "out" / "curves" / "scale-invariant-p-rope-seed0.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert (losses[0] < 0.1) if changes.get("distill") else (losses[-1] < losses[0])  # close to its teacher at once
+    errors = [line["matching"] for line in lines if "matching" in line]
+    assert len(errors) == (2 if changes.get("match") else 0)
+    stock = read_lines(tmp_path / "out" / "curves" / "stock-seed0.jsonl")
+    assert [line["step"] for line in stock if "loss" in line] == [1, 2, 3, 4]  # it has nothing to match
 
 
 @pytest.mark.slow
-def test_lora_trains_few_weights_and_leaves_a_plain_folder(folders: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["text", "match"])
+def test_lora_trains_few_weights_and_leaves_a_plain_folder(
+    folders: tuple[Path, Path], tmp_path: Path, share: float
+) -> None:
     pytest.importorskip("peft")
-    asked = config(*folders, tmp_path / "out", variants="scale-invariant", lora=2)
+    asked = config(*folders, tmp_path / "out", variants="scale-invariant", lora=2, match=share)
     adapt(asked)
     before = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "models" / "scale-invariant-seed0")
@@ -322,6 +368,8 @@ def absolute(folder: Path) -> None:
             "is converted already",
         ),
         (None, {"distill": True, "train_length": 64, "lengths": "1x"}, "the stock model teaches at up to 32 tokens"),
+        (None, {"match": 0.5, "train_length": 64, "lengths": "1x"}, "match: the stock model teaches at up to 32"),
+        (None, {"fsdp": True, "device": "cpu"}, "fsdp needs several ranks on GPUs .* got 1 on cpu"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(
@@ -336,6 +384,15 @@ def test_mistakes_are_found_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         adapt(config(*folders, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_another_launchers_fsdp_is_refused(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``accelerate launch --use_fsdp`` is known by what it sets."""
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match="start it with torchrun and --fsdp"):
+        adapt(config(*folders, tmp_path / "out"))
 
 
 def test_a_model_with_learned_positions(tmp_path: Path) -> None:

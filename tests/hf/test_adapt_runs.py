@@ -13,12 +13,14 @@ import pytest
 from safetensors.torch import load_file
 
 from hf_folders import model_folder, text_folder
+from scaleinv.cli import main
 from scaleinv.eval.loss import read_evaluation
 from scaleinv.files import locked, read_lines
 from scaleinv.hf.adapt.training import newest, remove_unfinished
 
 pytestmark = pytest.mark.slow
 NAME = "scale-invariant-seed0"
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture
@@ -38,42 +40,51 @@ def run(words: list[str], out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "kills"),
-    [((), (3, 8)), (("--lora", "2"), (5,)), (("--anneal", "0.6", "--distill"), (5,))],
-    ids=["weights", "lora", "annealed"],
+    [
+        ((), (3, 8)),
+        (("--lora", "2"), (5,)),
+        (("--anneal", "0.6", "--anneal-rotary", "0.6", "--distill", "--variants", "scale-invariant-p-rope"), (5,)),
+        (("--match", "0.4", "--variants", "scale-invariant-p-rope"), (0, 2)),
+    ],
+    ids=["weights", "lora", "annealed", "matched"],
 )
 def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra: tuple, kills: tuple) -> None:
     """Weights, losses of every step and evaluations are those of a run that nobody disturbed; with dropout."""
     if "--lora" in extra:
         pytest.importorskip("peft")
     words += extra
+    names = extra[-1:] if "--variants" in extra else ("scale-invariant", "scale-invariant+yarn")
+    folder = f"{names[0]}-seed0"
     run(words, tmp_path / "whole")
     out = tmp_path / "killed"
-    for wanted in kills:  # after different steps
+    for wanted in kills:  # after different steps; 0 is after matching
         process = subprocess.Popen([sys.executable, *words, "--out", str(out)], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 200
-        while newest(out / "checkpoints" / NAME) is None or _step(out) < wanted:
+        while not _reached(out / "checkpoints" / folder, wanted):
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert not (out / "models" / NAME).exists()
+    assert not (out / "models" / folder).exists()
     run(words, out)
-    expected, got = (load_file(x / "models" / NAME / "model.safetensors") for x in (tmp_path / "whole", out))
+    expected, got = (load_file(x / "models" / folder / "model.safetensors") for x in (tmp_path / "whole", out))
     assert all((got[name] == x).all() for name, x in expected.items())
-    for name in ("scale-invariant", "scale-invariant+yarn"):
+    for name in names:
         both = [read_evaluation(x / "evaluations" / f"{name}-seed0.json") for x in (tmp_path / "whole", out)]
         assert both[0] == both[1]
-    lines = [read_lines(x / "curves" / f"{NAME}.jsonl") for x in (tmp_path / "whole", out)]
-    steps = [[(line["step"], line["loss"]) for line in curve] for curve in lines]
+    lines = [read_lines(x / "curves" / f"{folder}.jsonl") for x in (tmp_path / "whole", out)]
+    steps = [[(line["step"], line.get("loss"), line.get("matching")) for line in curve] for curve in lines]
     assert len(steps[0]) == 12
     assert steps[0] == steps[1]
     assert not (out / "checkpoints").exists()
 
 
-def _step(out: Path) -> int:
-    last = newest(out / "checkpoints" / NAME)
-    return 0 if last is None else int(last.name.rpartition("-")[2])
+def _reached(checkpoints: Path, step: int) -> bool:
+    if step == 0:
+        return (checkpoints / "matched.safetensors").exists()
+    last = newest(checkpoints)
+    return last is not None and int(last.name.rpartition("-")[2]) >= step
 
 
 def test_half_written_checkpoints_are_not_used(tmp_path: Path) -> None:
@@ -98,19 +109,39 @@ def test_one_folder_has_one_writer(words: list[str], tmp_path: Path) -> None:
     assert not (out / "models").exists()
 
 
-@pytest.mark.parametrize("extra", [(), ("--distill",)], ids=["text", "distill"])
+def assert_same_models(folder: Path) -> None:
+    """The runs "one" and "two" trained the same model, but for rounding."""
+    one, two = (load_file(folder / x / "models" / NAME / "model.safetensors") for x in ("one", "two"))
+    start = load_file(folder / "without-dropout" / "model.safetensors")
+    assert one.keys() == two.keys()
+    moved = max((one[name] - x).abs().max().item() for name, x in start.items())
+    apart = max((one[name] - x).abs().max().item() for name, x in two.items())
+    assert apart < 1e-3 * moved
+
+
+@pytest.mark.parametrize("extra", [(), ("--distill",), ("--match", "0.5")], ids=["text", "distill", "match"])
 def test_two_ranks_are_one(words: list[str], tmp_path: Path, extra: tuple[str, ...]) -> None:
     """The same windows in each step: the same model but for the order of sums."""
     words[3] = str(model_folder(tmp_path / "without-dropout"))
     run([*words, *extra], tmp_path / "one")
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run([*ranks, *words, *extra], tmp_path / "two")
-    one, two = (load_file(tmp_path / x / "models" / NAME / "model.safetensors") for x in ("one", "two"))
-    start = load_file(tmp_path / "without-dropout" / "model.safetensors")
-    moved = max((one[name] - x).abs().max().item() for name, x in start.items())
-    apart = max((one[name] - x).abs().max().item() for name, x in two.items())
-    assert apart < 1e-3 * moved
+    run([*RANKS, *words, *extra], tmp_path / "two")
+    assert_same_models(tmp_path)
     for name in ("scale-invariant", "scale-invariant+yarn"):
         both = [read_evaluation(tmp_path / x / "evaluations" / f"{name}-seed0.json") for x in ("one", "two")]
         for label in ("1x", "4x"):
             assert both[1].lengths[label].losses == pytest.approx(both[0].lengths[label].losses, abs=1e-4)
+
+
+def test_sharded_ranks_are_one(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 over two ranks, killed and resumed: the folder holds all weights of the model that one rank trains."""
+    words[3] = str(model_folder(tmp_path / "without-dropout", tie_word_embeddings=True))
+    words += ["--variants", "scale-invariant", "--lengths", "1x"]
+    assert main([*words[2:], "--out", str(tmp_path / "one")]) == 0
+    sharded = [*RANKS, str(Path(__file__).with_name("adapt_fsdp.py")), *words[2:], "--fsdp"]
+    monkeypatch.setenv("DIE_AT", "5")
+    with pytest.raises(subprocess.CalledProcessError):
+        run(sharded, tmp_path / "two")
+    assert newest(tmp_path / "two" / "checkpoints" / NAME) == tmp_path / "two" / "checkpoints" / NAME / "checkpoint-5"
+    monkeypatch.delenv("DIE_AT")
+    run(sharded, tmp_path / "two")
+    assert_same_models(tmp_path)

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
         "Adapt a pretrained Hugging Face model: train each variant, evaluate before and after, report, save.",
         "scaleinv adapt path/to/model --data books/ --tokens 50M --out runs/adapt",
         "scaleinv adapt HuggingFaceTB/SmolLM2-135M --variants stock,yarn,scale-invariant+yarn --train-length 2048",
-        "torchrun --nproc-per-node 8 -m scaleinv adapt path/to/model --data books/ --lora 16 --out runs/adapt",
+        "torchrun --nproc-per-node 8 -m scaleinv adapt path/to/model --data books/ --fsdp --out runs/adapt",
         detail="If interrupted, rerun the same command to resume.\n\nvariants:\n"
         + "\n".join(f"  {name:<24}{variant.summary}" for name, variant in VARIANTS.items()),
     )

@@ -169,7 +169,7 @@ def _convertible(model: PreTrainedModel) -> PreTrainedConfig:
     rotary = getattr(text, "rope_parameters", None) or {}
     if any("mrope_section" in part for part in (rotary, *rotary.values()) if isinstance(part, dict)):
         raise ValueError(f"{name} has a multimodal rotary embedding (M-RoPE, 3-D position_ids), which is not supported")
-    layers = [module for module in model.modules() if _uses_interface(module)]
+    layers = [module for module in model.modules() if uses_interface(module)]
     if not any(module.config is text for module in layers):
         raise ValueError(f"{name} does not take its attention from transformers' AttentionInterface")
     for module in layers:
@@ -181,7 +181,7 @@ def _convertible(model: PreTrainedModel) -> PreTrainedConfig:
     return text
 
 
-def _uses_interface(module: Any) -> bool:
+def uses_interface(module: Any) -> bool:
     """Whether it is an attention layer that asks transformers' AttentionInterface for its function."""
     is_layer = "Attention" in type(module).__name__ and hasattr(module, "config")
     return is_layer and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")

@@ -113,11 +113,12 @@ def document_start(tokenizer: Any) -> int:
 class Windows(Dataset):
     """Windows of the training text in their random order, as `Trainer` wants them: the labels are the inputs.
 
-    Item n is the n-th window of the seed's order, whatever the number of ranks; they begin again after the last.
+    Item n is the n-th window of the seed's order after ``first``, whatever the number of ranks; they begin again after
+    the last.
     """
 
-    def __init__(self, data: TokenData, length: int, count: int, seed: int) -> None:
-        self.data, self.length, self.count, self.seed = data, length, count, seed
+    def __init__(self, data: TokenData, length: int, count: int, seed: int, first: int = 0) -> None:
+        self.data, self.length, self.count, self.seed, self.first = data, length, count, seed, first
 
     def __len__(self) -> int:
         return self.count
@@ -125,7 +126,7 @@ class Windows(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < self.count:
             raise IndexError(index)
-        inputs, _ = self.data.batch(index, 1, self.length, seed=self.seed)
+        inputs, _ = self.data.batch(self.first + index, 1, self.length, seed=self.seed)
         return {"input_ids": inputs[0], "labels": inputs[0]}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 
 from scaleinv import lengths
 from scaleinv.adaptation import BASE, AdaptConfig, trained_as, variant
@@ -31,9 +31,9 @@ from scaleinv.hf.convert import load_tokenizer
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hf.stretch import trained_length
 from scaleinv.hub import check_source
-from scaleinv.machine import cpu_name, find_device
+from scaleinv.machine import cpu_name
 from scaleinv.progress import Progress, silent
-from scaleinv.train.distributed import World
+from scaleinv.train.distributed import World, world
 from scaleinv.train.store import check_writable
 from scaleinv.train.validation import usable_tokens
 from scaleinv.version import VERSION
@@ -55,16 +55,30 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
     check_source(config.model)
     if config.lora:
         require_peft()
-    state = PartialState(cpu=find_device(config.device).type == "cpu")
-    here = World(state.process_index, state.num_processes, state.device)
-    work = _Work(config, here, progress if here.first else silent)
-    out = Path(config.out)
-    here.on_first(check_writable, out)
     with contextlib.ExitStack() as stack:
+        here = stack.enter_context(world(config.device))
+        check_sharding(config, PartialState(cpu=here.device.type == "cpu"))  # accelerate joins the group that is there
+        work = _Work(config, here, progress if here.first else silent)
+        out = Path(config.out)
+        here.on_first(check_writable, out)
         here.on_first(lambda: stack.enter_context(locked(out)))
         here.on_first(folders.claim, out, work.identity())
         here.on_first(folders.remove_leftovers, out)
         return work.run(out, command)
+
+
+def check_sharding(config: AdaptConfig, state: PartialState) -> None:
+    """Raise ValueError where accelerate would not shard the model, or would shard it in a way that loses weights."""
+    # By default accelerate's launcher has most ranks load no weights, and gathers none at the end.
+    if "FSDP_VERSION" in os.environ:
+        raise ValueError(
+            "adapt sets FSDP up itself: start it with torchrun and --fsdp, not accelerate launch --use_fsdp"
+        )
+    if config.fsdp and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        raise ValueError(
+            "fsdp needs several ranks on GPUs (torchrun --nproc-per-node 8): accelerate does not shard over CPUs, "
+            f"got {state.num_processes} on {state.device.type}"
+        )
 
 
 class _Work:
@@ -80,9 +94,10 @@ class _Work:
         self.train_length = config.train_length or min(trained_length(text), LONGEST_DEFAULT)
         self.lengths = lengths.parse(config.lengths, self.train_length)
         check_lengths(text, [self.train_length, *self.lengths.values()], config.model)
-        if config.distill and self.train_length > trained_length(text):
+        teaches = "distill" if config.distill else "match" if config.match else None
+        if teaches and self.train_length > trained_length(text):
             raise ValueError(
-                f"distill: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
+                f"{teaches}: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
                 f"got train_length {self.train_length:,}"
             )
         check_variants(self.stock, config, self.train_length)
@@ -115,7 +130,7 @@ class _Work:
         """What the trained models depend on."""
         config = self.config
         first = self.stock.get_input_embeddings().weight.detach()[:64].to("cpu", torch.float32).contiguous()
-        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal")
+        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal", "anneal_rotary", "match")
         return {
             "weights": hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
             "corpus_sha256": self.data.sha256,

@@ -17,7 +17,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from scaleinv.adaptation import BASE, AdaptConfig
 from scaleinv.data import TokenData
 from scaleinv.hf import config as configs
+from scaleinv.hf import rope
 from scaleinv.hf.adapt.data import Windows
+from scaleinv.hf.adapt.matching import load_matched, match
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.hf.convert import conversion
 from scaleinv.hf.source import load_pretrained
@@ -27,6 +29,9 @@ from scaleinv.train.distributed import World
 
 PLAIN_TAU = 1e5
 """Where annealing starts: over a few thousand tokens, attention with this lengthscale is nearly plain."""
+
+LEAST_REST = 1e-3
+"""Where the factor of fading frequencies ends, to become 0: over a few thousand tokens, they hardly turn any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +63,10 @@ class Steps:
         """Tokens per step."""
         return self.windows * self.length
 
+    def matching(self, config: AdaptConfig, name: str) -> int:
+        """How many of the steps match layers first; the stock model has nothing to match."""
+        return 0 if name == BASE else int(config.match * self.count)
+
 
 class AdaptTrainer(Trainer):
     """`Trainer` whose loss may be how far the predictions are from a teacher's."""
@@ -83,7 +92,7 @@ def divergence(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Watcher(TrainerCallback):
-    """Reports each step, and anneals tau."""
+    """Reports each step, and anneals."""
 
     def __init__(self, model: Any, name: str, config: AdaptConfig, steps: Steps, progress: Progress) -> None:
         self.model, self.name, self.config, self.steps, self.progress = model, name, config, steps, progress
@@ -93,7 +102,7 @@ class Watcher(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.first is None:
             self.first, self.began, self.last = state.global_step, time.monotonic(), time.monotonic()
-        set_tau(self.model, annealed(state.global_step, self.config, self.steps.count))
+        anneal(self.model, state.global_step, self.config, self.steps.count)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not logs or "loss" not in logs:
@@ -119,8 +128,31 @@ class Watcher(TrainerCallback):
 
 def annealed(step: int, config: AdaptConfig, steps: int) -> float:
     """The lengthscale at a step: it falls geometrically over the first ``anneal`` of all steps."""
-    share = 1.0 if config.anneal == 0 else min(1.0, step / (config.anneal * steps))
+    share = _passed(step, config.anneal, steps)
     return config.tau if share == 1.0 else PLAIN_TAU ** (1 - share) * config.tau**share
+
+
+def rest(step: int, config: AdaptConfig, steps: int) -> float:
+    """What is left at a step of the frequencies that p-RoPE drops, over the first ``anneal_rotary`` of all steps.
+
+    It falls geometrically: each halving of a frequency takes the same number of steps. A linear fall would leave most
+    of the change to the last few, because a frequency counts by its turns over the whole context.
+    """
+    share = _passed(step, config.anneal_rotary, steps)
+    return 0.0 if share == 1.0 else LEAST_REST**share
+
+
+def _passed(step: int, share: float, steps: int) -> float:
+    """How much of an annealing over the first ``share`` of all steps is behind."""
+    return 1.0 if share == 0 else min(1.0, step / (share * steps))
+
+
+def anneal(model: Any, step: int, config: AdaptConfig, steps: int) -> None:
+    """Give a converted model the attention of a step; it depends on nothing else."""
+    set_tau(model, annealed(step, config, steps))
+    settings = conversion(model)
+    if config.anneal_rotary and settings is not None and settings.p is not None:
+        rope.fade(model, rest(step, config, steps))
 
 
 def set_tau(model: Any, tau: float) -> None:
@@ -156,21 +188,37 @@ def train(
         model.float()
     as_variant(model, name, config, steps.length)
     trained = _with_lora(model, config.lora) if config.lora else model
+    label, matching = f"{name} seed {seed}", steps.matching(config, name)
+    errors: list[float] = []
+    if matching:
+
+        def windows_of(step: int) -> torch.Tensor:
+            return data.batch(step, steps.windows, steps.length, rank=here.rank, world=here.size, seed=seed)[0]
+
+        path = folder / "matched.safetensors"
+        if not path.exists():
+            teacher = _teacher(config, here)
+            match(model, teacher, windows_of, matching, steps.rows, config.lr, here, path, label, progress)
+            del teacher
+        errors = load_matched(model, path)
+    later = dataclasses.replace(steps, count=steps.count - matching)
     arguments = TrainingArguments(
         str(folder),
-        max_steps=steps.count,
+        max_steps=later.count,
         per_device_train_batch_size=steps.rows,
         gradient_accumulation_steps=steps.windows // here.size // steps.rows,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing and not config.fsdp,
         learning_rate=config.lr,
         lr_scheduler_type="linear",
-        warmup_steps=steps.count // 10,
+        warmup_steps=later.count // 10,
         weight_decay=0.0,
         adam_beta2=0.95,
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",  # the windows are in random order already
         bf16=on_gpu,
         use_cpu=not on_gpu,
+        fsdp=True if config.fsdp else None,  # type: ignore[arg-type]  # its annotation is older; FSDP2, layer by layer
+        fsdp_config={"activation_checkpointing": config.gradient_checkpointing} if config.fsdp else None,
         seed=seed,
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -179,25 +227,24 @@ def train(
         disable_tqdm=True,
         report_to=[],
     )
-    windows = Windows(data, steps.length, steps.count * steps.windows, seed)
+    windows = Windows(data, steps.length, later.count * steps.windows, seed, matching * steps.windows)
     trainer = AdaptTrainer(trained, arguments, train_dataset=windows)
     trainer.remove_callback(PrinterCallback)
-    watcher = Watcher(model, f"{name} seed {seed}", config, steps, progress)
+    watcher = Watcher(model, label, config, later, progress)
     trainer.add_callback(watcher)
     if config.distill and name != BASE:
-        teacher = load_pretrained(config.model).to(here.device, torch.bfloat16 if on_gpu else torch.float32)
-        trainer.teacher, trainer.loss_is_scaled_for_ga = teacher.eval().requires_grad_(False), False
+        trainer.teacher, trainer.loss_is_scaled_for_ga = _teacher(config, here), False
     here.on_first(remove_unfinished, folder)
     last = newest(folder)
     if last is not None:
-        progress(f"{name} seed {seed}: resumed from {last.name}")
+        progress(f"{label}: resumed from {last.name}")
     try:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
     except Exception as error:
         if last is None or watcher.first is not None:
             raise
         raise ValueError(f"{last} cannot be resumed from ({reason(error)}): delete it to begin again") from error
-    set_tau(model, config.tau)
+    anneal(model, later.count, config, later.count)
     if use_cache is not None:
         model.config.use_cache = use_cache  # Trainer turns it off
     if config.lora:
@@ -205,9 +252,14 @@ def train(
         here.on_first(lambda: merged.to(dtype).save_pretrained(out))
     else:
         trainer.save_model(str(out))  # all ranks: the weights may be sharded
-        here.on_first(_cast, out, dtype)
+        twice = config.fsdp and model.config.tie_word_embeddings  # what is gathered holds tied weights twice
+        here.on_first(_tidy, out, dtype, twice)
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    return [{name: line.get(name) for name in ("step", "loss", "learning_rate", "tokens_per_second")} for line in lines]
+    kept = ("loss", "learning_rate", "tokens_per_second")
+    return [
+        *({"step": step, "matching": error} for step, error in enumerate(errors, 1)),
+        *({"step": matching + line["step"], **{key: line.get(key) for key in kept}} for line in lines),
+    ]
 
 
 def newest(folder: Path) -> Path | None:
@@ -237,11 +289,17 @@ def _step(checkpoint: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def _cast(folder: Path, dtype: torch.dtype) -> None:
-    """Save a folder's weights in another type."""
+def _tidy(folder: Path, dtype: torch.dtype, again: bool) -> None:
+    """Leave the model's own files, with weights in this type; ``again`` saves them anew even if they have it."""
     (folder / "training_args.bin").unlink(missing_ok=True)
-    if dtype != torch.float32:
+    if again or dtype != torch.float32:
         load_pretrained(folder).to(dtype).save_pretrained(folder)
+
+
+def _teacher(config: AdaptConfig, here: World) -> Any:
+    """The stock model, which does not learn."""
+    dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
+    return load_pretrained(config.model).to(here.device, dtype).eval().requires_grad_(False)
 
 
 def require_peft() -> Any:

@@ -1,0 +1,150 @@
+"""A warm start: each attention layer of a converted model learns, alone, to give what the stock layer gives.
+
+Outside of its attention a converted model is the stock model. So where every attention layer's output is replaced by
+the stock model's, every layer also reads what the stock layer reads: the layers are independent regressions, and one
+forward pass of each model serves them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import get_linear_schedule_with_warmup
+
+from scaleinv.files import replacing
+from scaleinv.hf.convert import uses_interface
+from scaleinv.progress import Progress, Report
+from scaleinv.train.distributed import World
+
+
+def match(
+    model: Any,
+    teacher: Any,
+    windows: Callable[[int], Tensor],
+    steps: int,
+    rows: int,
+    lr: float,
+    here: World,
+    path: Path,
+    label: str,
+    progress: Progress,
+) -> None:
+    """Fit the attention layers to the teacher's and write their weights to ``path``; every rank calls this.
+
+    AdamW and its schedule are those of the training that follows, without clipping.
+
+    Args:
+        windows: the tokens ``[B, N]`` of a step that are this rank's.
+        rows: windows per forward pass.
+        path: written whole, when all steps are done; a killed run begins again.
+    """
+    model.to(here.device).eval()
+    weights = attention_weights(model)
+    optimizer = torch.optim.AdamW(weights.values(), lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+    errors: list[float] = []
+    with only(model, weights):
+        for step in range(steps):
+            parts = windows(step).to(here.device).split(rows)
+            error = torch.stack([layer_errors(model, teacher, part, 1 / len(parts)) for part in parts]).mean()
+            for weight in weights.values():
+                if weight.grad is not None:
+                    weight.grad = here.mean(weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            errors.append(here.mean(error).item())
+            words = f"{label}  matching {step + 1}/{steps}  error {errors[-1]:.4f}"
+            progress(Report(words, passing=True, kind="matching", step=step + 1, steps=steps, error=errors[-1]))
+    progress(f"{label}: matched its attention layers, error {errors[0]:.4f} to {errors[-1]:.4f}")
+    here.on_first(_write, path, {name: weight.detach().cpu() for name, weight in weights.items()}, errors)
+
+
+def layer_errors(model: Any, teacher: Any, inputs: Tensor, scale: float) -> Tensor:
+    """The mean over layers of the error of an attention layer's output; adds ``scale`` times each layer's gradient.
+
+    Call it where `only` the attention is trained. The error is the mean square relative to the variance of the
+    teacher's output, for each window ``[N]`` of ``inputs [B, N]`` by itself: how windows are batched does not matter.
+    """
+    targets: list[Tensor] = []
+    errors: list[Tensor] = []
+
+    def record(_: nn.Module, __: Any, output: Any) -> None:
+        targets.append(_first(output))
+
+    def compare(_: nn.Module, __: Any, output: Any) -> Any:
+        target = targets[len(errors)]
+        wanted = target.float()
+        apart = (_first(output).float() - wanted).square().mean((1, 2))
+        error = (apart / wanted.var((1, 2)).clamp_min(torch.finfo(torch.float32).tiny)).mean()
+        (scale * error).backward()
+        errors.append(error.detach())
+        return (target, *output[1:]) if isinstance(output, tuple) else target
+
+    with _hooked(teacher, record), torch.no_grad():
+        teacher.base_model(input_ids=inputs, use_cache=False)
+    kind = inputs.device.type
+    with _hooked(model, compare), torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        model.base_model(input_ids=inputs, use_cache=False)
+    return torch.stack(errors).mean()
+
+
+def attention_weights(model: Any) -> dict[str, nn.Parameter]:
+    """The weights of the attention layers, those that are trained."""
+    inside = {id(weight) for layer in _layers(model) for weight in layer.parameters() if weight.requires_grad}
+    return {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
+
+
+def load_matched(model: Any, path: Path) -> list[float]:
+    """Give a model the weights that `match` wrote; returns the error of each step."""
+    weights = attention_weights(model)
+    with safe_open(path, "pt") as file, torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(file.get_tensor(name))
+        return json.loads(file.metadata()["errors"])
+
+
+def _write(path: Path, weights: dict[str, Tensor], errors: list[float]) -> None:
+    with replacing(path) as temporary:
+        save_file(weights, temporary, metadata={"errors": json.dumps(errors)})
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    text = model.config.get_text_config()
+    return [module for module in model.modules() if uses_interface(module) and module.config is text]
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _hooked(model: Any, hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [layer.register_forward_hook(hook) for layer in _layers(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def only(model: Any, weights: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Train no weights but these, so that no layer keeps activations for others."""
+    inside = {id(weight) for weight in weights.values()}
+    others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in inside]
+    for weight in others:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in others:
+            weight.requires_grad_(True)
