@@ -75,6 +75,7 @@ def test_trains_once_evaluates_every_method_and_never_repeats(plan):
     assert any(re.search(r"\d of 2 models, [\d:]+ left: .*rope-seed0", line) for line in lines)
     before = weights(plan)
     assert compare(plan, lines.append).to_json() == summary
+    assert compare(dataclasses.replace(plan, seeds=1)).to_json() == summary  # both seeds still count
     assert weights(plan) == before
 
 

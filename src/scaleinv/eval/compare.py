@@ -8,6 +8,7 @@ not repeated.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -107,7 +108,10 @@ def work_left(plan: Comparison, job: Job) -> Work | None:
 
 
 def summarize(plan: Comparison) -> Summary:
-    """Write summary.json, curves/ and sweep.json from what is finished."""
+    """Write summary.json, curves/ and sweep.json from what is finished, also by an earlier command with more seeds."""
+    path = plan.out / SUMMARY
+    before = read_summary_if_any(path)
+    plan = dataclasses.replace(plan, seeds=max(plan.seeds, before.settings.get("seeds") or 1))
     found: dict[str, dict[str, list[LengthLoss]]] = {}
     sweep: dict[str, dict[str, list[LengthLoss]]] = {}
     for job in plan.all_jobs():
@@ -123,9 +127,8 @@ def summarize(plan: Comparison) -> Summary:
                     tau = f"{TAU if job.tau is None else job.tau:g}"
                     sweep.setdefault(tau, {}).setdefault(label, []).append(result)
     alone = plan.seeds == 1
-    path = plan.out / SUMMARY
     losses = {name: over_seeds(by_length, alone) for name, by_length in found.items()}
-    summary = read_summary_if_any(path).with_loss(losses, _settings(plan), asked=plan.methods)
+    summary = before.with_loss(losses, _settings(plan), asked=plan.methods)
     write_summary(path, summary)
     if sweep:
         path = plan.out / SWEEP
