@@ -111,7 +111,7 @@ def summarize(plan: Comparison) -> Summary:
     """Write summary.json, curves/ and sweep.json from what is finished, also by an earlier command with more seeds."""
     path = plan.out / SUMMARY
     before = read_summary_if_any(path)
-    plan = dataclasses.replace(plan, seeds=max(plan.seeds, before.settings.get("seeds") or 1))
+    asked, plan = plan.seeds, dataclasses.replace(plan, seeds=max(plan.seeds, before.settings.get("seeds") or 1))
     found: dict[str, dict[str, list[LengthLoss]]] = {}
     sweep: dict[str, dict[str, list[LengthLoss]]] = {}
     for job in plan.all_jobs():
@@ -123,7 +123,7 @@ def summarize(plan: Comparison) -> Summary:
             for label, result in evaluation.lengths.items() if evaluation else ():
                 if job.tau is None:
                     found.setdefault(name, {}).setdefault(label, []).append(result)
-                if name == SWEPT and (job.tau is not None or plan.tau):
+                if name == SWEPT and (job.tau is not None or plan.tau) and job.seed < asked:  # same seeds for every τ
                     tau = f"{TAU if job.tau is None else job.tau:g}"
                     sweep.setdefault(tau, {}).setdefault(label, []).append(result)
     alone = plan.seeds == 1
@@ -133,7 +133,7 @@ def summarize(plan: Comparison) -> Summary:
     if sweep:
         path = plan.out / SWEEP
         values = read_sweep(path, summary.train_length) if path.exists() else {}
-        write_sweep(path, values | {tau: over_seeds(by_length, alone) for tau, by_length in sweep.items()})
+        write_sweep(path, values | {tau: over_seeds(by_length, asked == 1) for tau, by_length in sweep.items()})
     return summary
 
 
