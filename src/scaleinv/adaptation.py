@@ -156,6 +156,10 @@ class AdaptConfig:
         self.names  # noqa: B018  # raises for an unknown variant
         self.training_tokens  # noqa: B018
         lengths.parse(self.lengths, 1 << 20)  # its form: the training length may be the model's
+        if self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device must be auto, cpu or cuda, got {self.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES"
+            )
         if self.match and (self.anneal or self.anneal_rotary):
             raise ValueError(
                 "match goes without anneal and anneal_rotary: it fits the layers to the attention at the end of an "
