@@ -5,6 +5,7 @@ models/<variant>-seed<n>/         Hugging Face folders; variants that act at inf
 evaluations/, curves/, summary.json
 before/evaluations/, before/summary.json       the same before any training
 checkpoints/                      of models that are not finished
+tables/, figures/, report.html    of the report
 """
 
 from __future__ import annotations
