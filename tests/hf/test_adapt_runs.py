@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from scaleinv.hf.adapt.training import newest, remove_unfinished
 
 pytestmark = pytest.mark.slow
 NAME = "scale-invariant-seed0"
+WORKER = str(Path(__file__).with_name("adapt_worker.py"))
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -48,7 +48,9 @@ def run(words: list[str], out: Path) -> None:
     ],
     ids=["weights", "lora", "annealed", "matched"],
 )
-def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra: tuple, kills: tuple) -> None:
+def test_killed_runs_resume_bit_for_bit(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple, kills: tuple
+) -> None:
     """Weights, losses of every step and evaluations are those of a run that nobody disturbed; with dropout."""
     if "--lora" in extra:
         pytest.importorskip("peft")
@@ -58,14 +60,12 @@ def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra:
     run(words, tmp_path / "whole")
     out = tmp_path / "killed"
     for wanted in kills:  # after different steps; 0 is after matching
-        process = subprocess.Popen([sys.executable, *words, "--out", str(out)], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 200
-        while not _reached(out / "checkpoints" / folder, wanted):
-            assert process.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        monkeypatch.setenv("DIE_AT", str(wanted))
+        with pytest.raises(subprocess.CalledProcessError) as died:
+            run([WORKER, *words[2:]], out)
+        assert died.value.returncode == -signal.SIGKILL
+        last = newest(out / "checkpoints" / folder)
+        assert (last and last.name) == (f"checkpoint-{wanted}" if wanted else None)
     assert not (out / "models" / folder).exists()
     run(words, out)
     expected, got = (load_file(x / "models" / folder / "model.safetensors") for x in (tmp_path / "whole", out))
@@ -78,13 +78,6 @@ def test_killed_runs_resume_bit_for_bit(words: list[str], tmp_path: Path, extra:
     assert len(steps[0]) == 12
     assert steps[0] == steps[1]
     assert not (out / "checkpoints").exists()
-
-
-def _reached(checkpoints: Path, step: int) -> bool:
-    if step == 0:
-        return (checkpoints / "matched.safetensors").exists()
-    last = newest(checkpoints)
-    return last is not None and int(last.name.rpartition("-")[2]) >= step
 
 
 def test_half_written_checkpoints_are_not_used(tmp_path: Path) -> None:
@@ -109,9 +102,9 @@ def test_one_folder_has_one_writer(words: list[str], tmp_path: Path) -> None:
     assert not (out / "models").exists()
 
 
-def assert_same_models(folder: Path) -> None:
+def assert_same_models(folder: Path, name: str = NAME) -> None:
     """The runs "one" and "two" trained the same model, but for rounding."""
-    one, two = (load_file(folder / x / "models" / NAME / "model.safetensors") for x in ("one", "two"))
+    one, two = (load_file(folder / x / "models" / name / "model.safetensors") for x in ("one", "two"))
     start = load_file(folder / "without-dropout" / "model.safetensors")
     assert one.keys() == two.keys()
     moved = max((one[name] - x).abs().max().item() for name, x in start.items())
@@ -119,14 +112,19 @@ def assert_same_models(folder: Path) -> None:
     assert apart < 1e-3 * moved
 
 
-@pytest.mark.parametrize("extra", [(), ("--distill",), ("--match", "0.5")], ids=["text", "distill", "match"])
+@pytest.mark.parametrize(
+    "extra",
+    [(), ("--distill", "--variants", "stock,scale-invariant"), ("--match", "0.5")],
+    ids=["text", "distill", "match"],
+)
 def test_two_ranks_are_one(words: list[str], tmp_path: Path, extra: tuple[str, ...]) -> None:
-    """The same windows in each step: the same model but for the order of sums."""
+    """The same windows in each step: the same models but for the order of sums, also one after another."""
     words[3] = str(model_folder(tmp_path / "without-dropout"))
     run([*words, *extra], tmp_path / "one")
     run([*RANKS, *words, *extra], tmp_path / "two")
-    assert_same_models(tmp_path)
-    for name in ("scale-invariant", "scale-invariant+yarn"):
+    names = extra[-1].split(",") if "--variants" in extra else ["scale-invariant", "scale-invariant+yarn"]
+    for name in names:
+        assert_same_models(tmp_path, f"{name}-seed0")
         both = [read_evaluation(tmp_path / x / "evaluations" / f"{name}-seed0.json") for x in ("one", "two")]
         for label in ("1x", "4x"):
             assert both[1].lengths[label].losses == pytest.approx(both[0].lengths[label].losses, abs=1e-4)
@@ -137,7 +135,7 @@ def test_sharded_ranks_are_one(words: list[str], tmp_path: Path, monkeypatch: py
     words[3] = str(model_folder(tmp_path / "without-dropout", tie_word_embeddings=True))
     words += ["--variants", "scale-invariant", "--lengths", "1x"]
     assert main([*words[2:], "--out", str(tmp_path / "one")]) == 0
-    sharded = [*RANKS, str(Path(__file__).with_name("adapt_fsdp.py")), *words[2:], "--fsdp"]
+    sharded = [*RANKS, WORKER, *words[2:], "--fsdp"]
     monkeypatch.setenv("DIE_AT", "5")
     with pytest.raises(subprocess.CalledProcessError):
         run(sharded, tmp_path / "two")

@@ -13,6 +13,15 @@ from scaleinv.settings import Setting, settings
 
 KNOWN = {**settings(AdaptConfig), "report": Setting("report", bool, default=True, help="write report.html")}
 
+DETAIL = """If interrupted, rerun the same command to resume.
+
+In the same --out you may add variants and seeds, and change --lengths, --val-tokens and how it is computed
+(--micro-tokens, --gradient-checkpointing, --checkpoint-every, --device, ranks). Another model, --data, --val-data,
+--train-length, --tokens, --batch-tokens, --lr, --lora or option of the group attention needs another --out.
+
+variants ("the trained stock model": stock is trained even if it is not asked for):
+"""
+
 
 def add(commands: Any) -> None:
     parser = command(
@@ -23,8 +32,7 @@ def add(commands: Any) -> None:
         "scaleinv adapt path/to/model --data books/ --tokens 50M --out runs/adapt",
         "scaleinv adapt HuggingFaceTB/SmolLM2-135M --variants stock,yarn,scale-invariant+yarn --train-length 2048",
         "torchrun --nproc-per-node 8 -m scaleinv adapt path/to/model --data books/ --fsdp --out runs/adapt",
-        detail="If interrupted, rerun the same command to resume.\n\nvariants:\n"
-        + "\n".join(f"  {name:<24}{variant.summary}" for name, variant in VARIANTS.items()),
+        detail=DETAIL + "\n".join(f"  {name:<24}{variant.summary}" for name, variant in VARIANTS.items()),
     )
     add_options(parser, KNOWN, {})
     parser.usage = "%(prog)s MODEL [OPTION ...]"

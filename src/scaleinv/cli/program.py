@@ -25,6 +25,7 @@ from scaleinv.cli import (
     train,
 )
 from scaleinv.cli.common import Parser
+from scaleinv.machine import is_about_memory
 from scaleinv.version import VERSION
 
 COMMANDS = (
@@ -85,7 +86,7 @@ def explanation(error: BaseException) -> str | None:
     """What to tell the user about an error; None for a bug in the program, which deserves its traceback."""
     text = str(error)
     name = type(error).__name__
-    if isinstance(error, MemoryError) or _is_about_memory(error):
+    if is_about_memory(error):
         return f"not enough memory: {text}" if text else "not enough memory"
     if isinstance(error, RecursionError):
         return f"the input is nested too deeply: {text}"
@@ -101,12 +102,6 @@ def explanation(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
         return text or name if type(error) is not RuntimeError or _raised_in_python(error) else None
     return None
-
-
-def _is_about_memory(error: BaseException) -> bool:
-    """Torch's allocators raise a plain RuntimeError."""
-    words = ("not enough memory", "out of memory", "can't allocate memory")
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
 def _raised_in_python(error: BaseException) -> bool:

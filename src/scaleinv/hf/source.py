@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from scaleinv.hub import check_source, reason
 
 
-def load_pretrained(source: str | os.PathLike[str]) -> Any:
-    """A causal language model from a folder, or by its id on the hub, in the precision in which it was saved.
+def load_pretrained(source: str | os.PathLike[str], dtype: torch.dtype | str = "auto") -> Any:
+    """A causal language model from a folder, or by its id on the hub.
 
+    Its weights are of type ``dtype``, or of that in which they were saved; the rotary's frequencies stay float32.
     Raises ValueError that names ``source`` if there is no such model, or if its files are damaged.
     """
     check_source(source)
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except ImportError:
         raise
     except Exception as error:  # whatever transformers and safetensors make of a damaged file

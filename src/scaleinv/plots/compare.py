@@ -52,8 +52,8 @@ class Curve:
     lines: tuple[Mapping[str, Any], ...]
 
     def seconds(self, batch_tokens: int) -> float | None:
-        """How long the steps took without validation; None if most steps do not say. (The first never does.)"""
-        steps = [line for line in self.lines if "loss" in line]
+        """How long all steps took without validation; None if most steps do not say. (The first may not.)"""
+        steps = [line for line in self.lines if "loss" in line or "matching" in line]
         rates = [rate for line in steps if isinstance(rate := line.get("tokens_per_second"), (int, float)) and rate > 0]
         if len(rates) <= len(steps) / 2:
             return None
@@ -185,9 +185,15 @@ def training(curves: Mapping[Path, Curve], settings: Mapping[str, Any], unit: Un
         panels.append(Panel(title, series, settled=last / 10))
     caption = (
         "Mean over seeds. Methods that only act at inference have no curve: they use the model of another. "
-        "The training panel shows the loss on each step's own batch. "
-        f"{_validated(settings)}"
+        "The training panel shows the loss on each step's own batch."
     )
+    if settings.get("distill"):
+        caption += (
+            " Stock learns from the text, and its loss is that of the text. The others learn from stock's predictions, "
+            "and theirs is the divergence from them: the two cannot be compared."
+        )
+    if losses.keys() - {""}:
+        caption += f" {_validated(settings)}"
     chart = Chart("training", "Loss during training", caption, "step", unit.loss, tuple(panels), zooms=True)
     return filled(chart)
 

@@ -77,7 +77,7 @@ def read_results(folder: Path) -> Results:
     """Read and check the files of a comparison."""
     summary = read_summary(folder / SUMMARY)
     length, unit = summary.train_length, Unit.of(summary.settings)
-    evaluations = read_evaluations(folder / "evaluations")
+    evaluations = [found for found in read_evaluations(folder / "evaluations") if found.method in summary.loss]
     curves = compare.read_curves(folder / "curves")
     sweep = read_sweep(folder / SWEEP, length) if (folder / SWEEP).exists() else {}
     losses = seed_losses(evaluations)

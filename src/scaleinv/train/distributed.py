@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,9 @@ from scaleinv.distributed.layout import Layout
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long a rank waits for another before it gives up."""
 
+PATIENCE = datetime.timedelta(days=1)
+"""How long ranks wait while rank 0 prepares data."""
+
 
 @dataclasses.dataclass(frozen=True)
 class World:
@@ -35,6 +39,9 @@ class World:
     device: torch.device
     context: Context | None = None
     """The ranks that share each sequence with this one; None if each rank has its own sequences."""
+    board: dist.Store | None = None
+    """Where ranks leave notes for each other; None for one rank, or if another program brought them together."""
+    turns: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def groups(self) -> int:
@@ -94,14 +101,27 @@ class World:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """Rank 0 runs the body before the others, which find what it cached on disk. They run it even if it failed."""
+        """Rank 0 runs the body before the others, which find what it cached on disk. They run it even if it failed.
+
+        They wait for `PATIENCE`: to tokenise a corpus takes longer than any step.
+        """
+        note = f"rank 0 went first: {next(self.turns)}"
         if not self.first:
-            self.barrier()
+            self._follow(note)
         try:
             yield
         finally:
             if self.first:
-                self.barrier()
+                self._follow(note)
+
+    def _follow(self, note: str) -> None:
+        """Rank 0 leaves a note, for which the others wait."""
+        if self.board is None:
+            self.barrier()
+        elif self.first:
+            self.board.set(note, "")
+        else:
+            self.board.wait([note], PATIENCE)
 
     def on_first(self, action: Callable[..., object], *arguments: Any) -> None:
         """Only rank 0 calls the function; if that fails, all ranks raise, so that none waits for another."""
@@ -140,8 +160,10 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
             "(torchrun --nproc-per-node starts several)"
         )
     started = size > 1 and not dist.is_initialized()
+    board = None
     if started:
         board, rank, size = next(rendezvous("env://"))
+        board = dist.PrefixStore(f"world {next(_WORLDS)}", board)  # torchrun's notes outlive a world
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=board, rank=rank, world_size=size, timeout=TIMEOUT)
     try:
@@ -150,10 +172,10 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
             shape = (size // context_parallel, context_parallel)
             mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=("data", "context"))
             context = Context(mesh["context"], layout)
-        here = World(rank, size, chosen, context)
+        here = World(rank, size, chosen, context, board)
         with here.watched():
             yield here
-        if started:
+        if board is not None:
             # With Gloo, a rank can fail in its last collective when another has left: wait until all are out of it.
             board.set(f"out of the last collective: {rank}", "")
             board.wait([f"out of the last collective: {other}" for other in range(size)])
@@ -166,6 +188,9 @@ def world(device: str = "auto", context_parallel: int = 1, layout: Layout = "zig
 _GROUPS: list[object] = []
 """Groups left, held to the end of the process. Otherwise the last to hold one may be DDP's reducer, which destroys it
 without giving up Python's lock; if a thread of Gloo then waits for that lock to free a tensor, both wait for ever."""
+
+_WORLDS = itertools.count()
+"""Numbers the worlds of a process."""
 
 _VARIABLES = (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0"))
 

@@ -5,16 +5,20 @@ models/<variant>-seed<n>/         Hugging Face folders; variants that act at inf
 evaluations/, curves/, summary.json
 before/evaluations/, before/summary.json       the same before any training
 checkpoints/                      of models that are not finished
+tables/, figures/, report.html    of the report
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleinv import files
+from scaleinv.adaptation import BASE, VARIANTS, trained_as
 from scaleinv.eval.compare import over_seeds
 from scaleinv.eval.loss import Evaluation, read_evaluation
 from scaleinv.eval.summary import SUMMARY, Summary, read_summary_if_any, write_summary
@@ -22,6 +26,7 @@ from scaleinv.files import UnreadableFile, read_object, write_json
 from scaleinv.train.validation import LengthLoss
 
 CLAIM = "adapt.json"
+CHECKPOINTS = "checkpoints"
 
 
 def claim(out: Path, settings: Mapping[str, Any]) -> None:
@@ -41,37 +46,64 @@ def model_folder(out: Path, name: str, seed: int) -> Path:
     return out / "models" / f"{name}-seed{seed}"
 
 
+def evaluation_path(folder: Path, name: str, seed: int) -> Path:
+    return folder / "evaluations" / f"{name}-seed{seed}.json"
+
+
 def making(folder: Path) -> Path:
     """The name under which a folder is written until it is whole."""
     return folder.with_name(f".making-{folder.name}")
 
 
 def remove_leftovers(out: Path) -> None:
-    """Delete folders that a killed run left half written."""
+    """Delete what a killed run left half written."""
+    parts = ("", "evaluations", "curves", "before", "before/evaluations")
+    files.remove_leftovers(*(out / part for part in parts))
     for path in (out / "models").glob(".making-*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_checkpoints(out: Path) -> None:
+    """Delete the checkpoints of finished models; other commands may go on from the others."""
+    for path in (out / CHECKPOINTS).glob("*"):
+        if (out / "models" / path.name).exists():
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not there, or not empty
+        (out / CHECKPOINTS).rmdir()
+
+
+def remove_served(out: Path, trained: str, seed: int) -> None:
+    """Delete what was made of an earlier model of this name: the variants that link to it, and evaluations."""
+    for name in VARIANTS:
+        if trained_as(name) == trained:
+            evaluation_path(out, name, seed).unlink(missing_ok=True)
+            shutil.rmtree(model_folder(out, name, seed), ignore_errors=True)
 
 
 def link_folder(source: Path, folder: Path, save_config: Callable[[Path], object]) -> None:
     """A folder with another folder's files, as hard links where the file system has them, and a config of its own."""
     made = making(folder)
-    made.mkdir()
-    for path in source.iterdir():
-        if path.name == "config.json":
-            continue
-        try:
-            os.link(path, made / path.name)
-        except OSError:
-            shutil.copy2(path, made / path.name)
+    shutil.copytree(
+        source,
+        made,
+        ignore=lambda inside, _: {"config.json"} if Path(inside) == source else set(),
+        copy_function=_link,
+    )
     save_config(made)
     os.replace(made, folder)
 
 
+def _link(path: str, to: str) -> None:
+    try:
+        os.link(path, to)
+    except OSError:
+        shutil.copy2(path, to)
+
+
 def evaluated(folder: Path, name: str, seed: int, lengths: Mapping[str, int], tokens: int) -> Evaluation | None:
     """A variant's evaluation at all of these lengths; None if it must still be made."""
-    path = folder / "evaluations" / f"{name}-seed{seed}.json"
     try:
-        found = read_evaluation(path)
+        found = read_evaluation(evaluation_path(folder, name, seed))
     except UnreadableFile:
         return None
     same = all(label in found.lengths and found.lengths[label].length == n for label, n in lengths.items())
@@ -79,11 +111,11 @@ def evaluated(folder: Path, name: str, seed: int, lengths: Mapping[str, int], to
 
 
 def summarize(
-    folder: Path, names: list[str], seeds: int, lengths: Mapping[str, int], tokens: int, settings: Mapping[str, Any]
+    folder: Path, seeds: int, lengths: Mapping[str, int], tokens: int, settings: Mapping[str, Any]
 ) -> Summary:
-    """Write summary.json from the evaluations that are there."""
+    """Write summary.json from the evaluations that are there, also of earlier commands, at these lengths and tokens."""
     losses = {}
-    for name in names:
+    for name in VARIANTS:
         by_length: dict[str, list[LengthLoss]] = {}
         for seed in range(seeds):
             found = evaluated(folder, name, seed, lengths, tokens)
@@ -92,6 +124,7 @@ def summarize(
                 by_length.setdefault(label, []).append(found.lengths[label])
         if by_length:
             losses[name] = over_seeds(by_length, alone=seeds == 1)
-    summary = read_summary_if_any(folder / SUMMARY).with_loss(losses, settings, asked=names)
+    settings = {**settings, "base": BASE if BASE in losses else None}
+    summary = read_summary_if_any(folder / SUMMARY).with_loss(losses, settings, asked=VARIANTS)
     write_summary(folder / SUMMARY, summary)
     return summary

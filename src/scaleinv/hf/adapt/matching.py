@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,10 @@ def match(
     weights = attention_weights(model)
     optimizer = torch.optim.AdamW(weights.values(), lr, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
-    errors: list[float] = []
+    lines: list[dict[str, float]] = []
     with only(model, weights):
         for step in range(steps):
+            began = time.monotonic()
             parts = windows(step).to(here.device).split(rows)
             error = torch.stack([layer_errors(model, teacher, part, 1 / len(parts)) for part in parts]).mean()
             for weight in weights.values():
@@ -61,11 +63,14 @@ def match(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            errors.append(here.mean(error).item())
-            words = f"{label}  matching {step + 1}/{steps}  error {errors[-1]:.4f}"
-            progress(Report(words, passing=True, kind="matching", step=step + 1, steps=steps, error=errors[-1]))
-    progress(f"{label}: matched its attention layers, error {errors[0]:.4f} to {errors[-1]:.4f}")
-    here.on_first(_write, path, {name: weight.detach().cpu() for name, weight in weights.items()}, errors)
+            now = here.mean(error).item()
+            rate = sum(part.numel() for part in parts) * here.size / max(time.monotonic() - began, 1e-9)
+            lines.append({"matching": now, "tokens_per_second": round(rate, 1)})
+            words = f"{label}  matching {step + 1}/{steps}  error {now:.4f}"
+            progress(Report(words, passing=True, kind="matching", step=step + 1, steps=steps, error=now))
+    first, last = lines[0]["matching"], lines[-1]["matching"]
+    progress(f"{label}: matched its attention layers, error {first:.4f} to {last:.4f}")
+    here.on_first(_write, path, {name: weight.detach().cpu() for name, weight in weights.items()}, lines)
 
 
 def layer_errors(model: Any, teacher: Any, inputs: Tensor, scale: float) -> Tensor:
@@ -103,18 +108,18 @@ def attention_weights(model: Any) -> dict[str, nn.Parameter]:
     return {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
 
 
-def load_matched(model: Any, path: Path) -> list[float]:
-    """Give a model the weights that `match` wrote; returns the error of each step."""
+def load_matched(model: Any, path: Path) -> list[dict[str, float]]:
+    """Give a model the weights that `match` wrote; returns the error of each step, and its tokens per second."""
     weights = attention_weights(model)
     with safe_open(path, "pt") as file, torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(file.get_tensor(name))
-        return json.loads(file.metadata()["errors"])
+        return json.loads(file.metadata()["steps"])
 
 
-def _write(path: Path, weights: dict[str, Tensor], errors: list[float]) -> None:
+def _write(path: Path, weights: dict[str, Tensor], lines: list[dict[str, float]]) -> None:
     with replacing(path) as temporary:
-        save_file(weights, temporary, metadata={"errors": json.dumps(errors)})
+        save_file(weights, temporary, metadata={"steps": json.dumps(lines)})
 
 
 def _layers(model: Any) -> list[nn.Module]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -17,11 +19,11 @@ import transformers
 from accelerate import DistributedType, PartialState
 
 from scaleinv import lengths
-from scaleinv.adaptation import BASE, AdaptConfig, trained_as, variant
+from scaleinv.adaptation import AdaptConfig, trained_as, variant
 from scaleinv.data.documents import absolute_spec
 from scaleinv.eval.loss import Evaluation
 from scaleinv.eval.summary import Summary
-from scaleinv.files import locked, write_text
+from scaleinv.files import LOCK, locked, write_text
 from scaleinv.hf.adapt import folders
 from scaleinv.hf.adapt.data import Splits, load_splits
 from scaleinv.hf.adapt.measure import losses_by_length
@@ -41,6 +43,8 @@ from scaleinv.version import VERSION
 LONGEST_DEFAULT = 2048
 COUNTED = 65_536
 """Held-out tokens used to count the bytes per token."""
+OVER_WINDOWS = "over validation windows"
+"""What the standard error of one seed is taken over."""
 
 
 def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None = None) -> Summary:
@@ -62,6 +66,7 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
         out = Path(config.out)
         here.on_first(check_writable, out)
         here.on_first(lambda: stack.enter_context(locked(out)))
+        check_shared(out, here)
         here.on_first(folders.claim, out, work.identity())
         here.on_first(folders.remove_leftovers, out)
         return work.run(out, command)
@@ -129,10 +134,9 @@ class _Work:
     def identity(self) -> dict[str, Any]:
         """What the trained models depend on."""
         config = self.config
-        first = self.stock.get_input_embeddings().weight.detach()[:64].to("cpu", torch.float32).contiguous()
         kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal", "anneal_rotary", "match")
         return {
-            "weights": hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16],
+            "model_sha256": fingerprint(self.stock),
             "corpus_sha256": self.data.sha256,
             "train_length": self.train_length,
             "training_tokens": config.training_tokens,
@@ -144,31 +148,36 @@ class _Work:
         settings = self.settings(command)
         for name in config.names:
             self.evaluate(out / "before", self.stock, name, 0)
-        sum_up = functools.partial(folders.summarize, names=config.names, lengths=self.lengths, tokens=self.tokens)
-        here.on_first(lambda: sum_up(out / "before", seeds=1, settings={**settings, "trained": False}))
+        sum_up = functools.partial(folders.summarize, lengths=self.lengths, tokens=self.tokens)
+        untrained = {**settings, "trained": False, "seeds": 1, "stderr": OVER_WINDOWS}  # no seed makes a difference yet
+        here.on_first(lambda: sum_up(out / "before", seeds=1, settings=untrained))
         del self.stock
         for seed in range(config.seeds):
             for model, names in config.served().items():
                 self.train(out, model, seed)
                 self.finish(out, model, seed, [name for name in names if not self._whole(out, name, seed)])
                 here.on_first(lambda: sum_up(out, seeds=config.seeds, settings=settings))
-        here.on_first(lambda: shutil.rmtree(out / "checkpoints", ignore_errors=True))
+        here.on_first(folders.remove_checkpoints, out)
         return sum_up(out, seeds=config.seeds, settings=settings) if here.first else Summary()
 
     def train(self, out: Path, name: str, seed: int) -> None:
         """Train a model, unless that is done."""
         folder = folders.model_folder(out, name, seed)
-        if folder.exists():
+        if self._exists(folder):
             return
-        checkpoints = out / "checkpoints" / folder.name
+        checkpoints = out / folders.CHECKPOINTS / folder.name
         making = folders.making(folder)
         data, steps, here = self.data.train, self.steps, self.here
         lines = train(self.config, name, seed, data, steps, here, checkpoints, making, self.progress)
+        gc.collect()  # Trainer and its model refer to each other, and the next model needs the memory
+        if here.device.type == "cuda":
+            torch.cuda.empty_cache()
 
         def finish() -> None:
             self.tokenizer.save_pretrained(making)
             text = "".join(f"{_line(line)}\n" for line in lines)
             write_text(out / "curves" / f"{folder.name}.jsonl", text)
+            folders.remove_served(out, name, seed)
             os.replace(making, folder)
             shutil.rmtree(checkpoints, ignore_errors=True)
 
@@ -212,7 +221,11 @@ class _Work:
         return self.here.any(found)
 
     def _whole(self, out: Path, name: str, seed: int) -> bool:
-        return self._done(out, name, seed) and folders.model_folder(out, name, seed).exists()
+        return self._done(out, name, seed) and self._exists(folders.model_folder(out, name, seed))
+
+    def _exists(self, path: Path) -> bool:
+        """Whether rank 0 sees a path: over a network others may see it later, and all must do the same."""
+        return self.here.any(self.here.first and path.exists())
 
     def settings(self, command: str | None) -> dict[str, Any]:
         """How the numbers were made, for summary.json and its page."""
@@ -221,10 +234,10 @@ class _Work:
         stretches = any(variant(name).stretch for name in config.names)
         return {
             "command": command,
-            "base": BASE if BASE in config.names else None,
             "data": absolute_spec(config.data) if Path(config.data).exists() else config.data,
             "val_data": config.val_data,
             **self.identity(),
+            "batch_tokens": self.steps.tokens,
             "model": Path(config.model).name if Path(config.model).is_dir() else config.model,
             "parameters": {name: sum(x.numel() for x in self.stock.parameters()) for name in config.served()},
             "steps": self.steps.count,
@@ -232,7 +245,7 @@ class _Work:
             "seeds": config.seeds,
             "lengths": config.lengths,
             "validation_tokens": self.tokens,
-            "stderr": "over seeds" if config.seeds > 1 else "over validation windows",
+            "stderr": "over seeds" if config.seeds > 1 else OVER_WINDOWS,
             "tokens": self._unit(),
             "machine": f"{cpu_name()}, {os.cpu_count()} cores, {self.here.size} ranks on {self.here.device.type}",
             "versions": {
@@ -252,5 +265,31 @@ class _Work:
         return {"tokenizer": name, "vocabulary": len(self.tokenizer), "bytes_per_token": round(size, 4)}
 
 
+def fingerprint(model: Any) -> str:
+    """A hash of a model's config and of a few values of each weight; where it lies and who saved it do not count."""
+    digest = hashlib.sha256(json.dumps(_settings_of(model.config.to_diff_dict()), sort_keys=True, default=str).encode())
+    for name, weight in model.named_parameters():
+        values = weight.detach().flatten()
+        few = values[:: max(1, len(values) // 16)].to("cpu", torch.float32)
+        digest.update(f"{name} {tuple(weight.shape)} {few.tolist()}".encode())
+    return digest.hexdigest()
+
+
+def _settings_of(config: Any) -> Any:
+    """A config, and those inside it, without paths and versions."""
+    if not isinstance(config, dict):
+        return config
+    dropped = ("_name_or_path", "transformers_version")
+    return {str(name): _settings_of(value) for name, value in config.items() if name not in dropped}
+
+
+def check_shared(out: Path, here: World) -> None:
+    """Raise ValueError on every rank unless each sees the folder that rank 0 holds."""
+    if here.any(not (out / LOCK).exists()):
+        raise ValueError(f"out must be a folder that all nodes share, got {out}, which some rank does not see")
+
+
 def _line(values: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in values.items() if value is not None})
+    """A line of a curve: what is not known is left out, and a loss that is not finite is null."""
+    known = {name: value for name, value in values.items() if value is not None}
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in known.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -16,6 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from scaleinv.adaptation import BASE, AdaptConfig
 from scaleinv.data import TokenData
+from scaleinv.distributed import RankLost
 from scaleinv.hf import config as configs
 from scaleinv.hf import rope
 from scaleinv.hf.adapt.data import Windows
@@ -24,6 +26,7 @@ from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.hf.convert import conversion
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hub import reason
+from scaleinv.machine import is_about_memory
 from scaleinv.progress import Progress, Report, clock
 from scaleinv.train.distributed import World
 
@@ -56,7 +59,12 @@ class Steps:
         own = windows // ranks
         most = max(1, config.micro_tokens // length)
         rows = max(rows for rows in range(1, own + 1) if own % rows == 0 and rows <= most)
-        return cls(math.ceil(config.training_tokens / (windows * length)), windows, rows, length)
+        count = math.ceil(config.training_tokens / (windows * length))
+        if config.match and config.match * count < 1:
+            raise ValueError(
+                f"match {config.match:g} of {count} steps is not one whole step: give a larger match, or more tokens"
+            )
+        return cls(count, windows, rows, length)
 
     @property
     def tokens(self) -> int:
@@ -98,6 +106,9 @@ class Watcher(TrainerCallback):
         self.model, self.name, self.config, self.steps, self.progress = model, name, config, steps, progress
         self.began = self.last = time.monotonic()
         self.first: int | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.save_steps = args.save_steps  # a checkpoint brings that of the run that wrote it
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.first is None:
@@ -187,20 +198,22 @@ def train(
     if not (on_gpu and config.lora):
         model.float()
     as_variant(model, name, config, steps.length)
+    kind = torch.bfloat16 if on_gpu else torch.float32
+    stock = functools.partial(load_teacher, config.model, here.device, kind)
     trained = _with_lora(model, config.lora) if config.lora else model
     label, matching = f"{name} seed {seed}", steps.matching(config, name)
-    errors: list[float] = []
+    matched: list[dict[str, float]] = []
     if matching:
 
         def windows_of(step: int) -> torch.Tensor:
             return data.batch(step, steps.windows, steps.length, rank=here.rank, world=here.size, seed=seed)[0]
 
         path = folder / "matched.safetensors"
-        if not path.exists():
-            teacher = _teacher(config, here)
+        if not here.any(here.first and path.exists()):
+            teacher = stock()
             match(model, teacher, windows_of, matching, steps.rows, config.lr, here, path, label, progress)
             del teacher
-        errors = load_matched(model, path)
+        matched = load_matched(model, path)
     later = dataclasses.replace(steps, count=steps.count - matching)
     arguments = TrainingArguments(
         str(folder),
@@ -227,23 +240,27 @@ def train(
         disable_tqdm=True,
         report_to=[],
     )
+    arguments._n_gpu = 1  # otherwise Trainer gives each of several visible GPUs a batch of this size
     windows = Windows(data, steps.length, later.count * steps.windows, seed, matching * steps.windows)
     trainer = AdaptTrainer(trained, arguments, train_dataset=windows)
     trainer.remove_callback(PrinterCallback)
     watcher = Watcher(model, label, config, later, progress)
     trainer.add_callback(watcher)
     if config.distill and name != BASE:
-        trainer.teacher, trainer.loss_is_scaled_for_ga = _teacher(config, here), False
+        trainer.teacher, trainer.loss_is_scaled_for_ga = stock(), False
     here.on_first(remove_unfinished, folder)
-    last = newest(folder)
+    last = _agreed(newest(folder), folder, here)
     if last is not None:
         progress(f"{label}: resumed from {last.name}")
     try:
-        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        with here.watched():
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
     except Exception as error:
-        if last is None or watcher.first is not None:
+        if last is None or watcher.first is not None or of_the_machine(error):
             raise
-        raise ValueError(f"{last} cannot be resumed from ({reason(error)}): delete it to begin again") from error
+        raise ValueError(
+            f"{last} cannot be resumed from ({reason(error)}): if it is damaged, delete it to begin again"
+        ) from error
     anneal(model, later.count, config, later.count)
     if use_cache is not None:
         model.config.use_cache = use_cache  # Trainer turns it off
@@ -257,15 +274,28 @@ def train(
     lines = [line for line in trainer.state.log_history if "loss" in line]
     kept = ("loss", "learning_rate", "tokens_per_second")
     return [
-        *({"step": step, "matching": error} for step, error in enumerate(errors, 1)),
+        *({"step": step, **line} for step, line in enumerate(matched, 1)),
         *({"step": matching + line["step"], **{key: line.get(key) for key in kept}} for line in lines),
     ]
+
+
+def of_the_machine(error: Exception) -> bool:
+    """Whether memory, a disk or another rank failed, which says nothing of what a checkpoint holds."""
+    disk = isinstance(error, OSError) and error.errno is not None and not isinstance(error, FileNotFoundError)
+    return disk or isinstance(error, RankLost) or is_about_memory(error)
 
 
 def newest(folder: Path) -> Path | None:
     """The newest finished checkpoint."""
     found = [path for path in folder.glob("checkpoint-*") if _finished(path)]
     return max(found, key=_step, default=None)
+
+
+def _agreed(checkpoint: Path | None, folder: Path, here: World) -> Path | None:
+    """The checkpoint that rank 0 found."""
+    step = _step(checkpoint) if here.first and checkpoint is not None else 0
+    step = int(here.sum(torch.tensor(step, device=here.device)))
+    return folder / f"checkpoint-{step}" if step else None
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -296,10 +326,9 @@ def _tidy(folder: Path, dtype: torch.dtype, again: bool) -> None:
         load_pretrained(folder).to(dtype).save_pretrained(folder)
 
 
-def _teacher(config: AdaptConfig, here: World) -> Any:
+def load_teacher(model: str, device: torch.device, dtype: torch.dtype) -> Any:
     """The stock model, which does not learn."""
-    dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
-    return load_pretrained(config.model).to(here.device, dtype).eval().requires_grad_(False)
+    return load_pretrained(model, dtype).to(device).eval().requires_grad_(False)
 
 
 def require_peft() -> Any:
