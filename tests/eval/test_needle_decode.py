@@ -27,9 +27,9 @@ class Rigged(nn.Module):
 
     def hidden(self, tokens, *, cache):
         self.calls += 1
-        text = cache.remember(tokens)
+        cache.remember(tokens)
         cache.length += tokens.shape[1]
-        return torch.stack([self.row(row.tolist())[-tokens.shape[1] :] for row in text])
+        return torch.stack([self.row(row.tolist())[-tokens.shape[1] :] for row in cache.tokens])
 
     def row(self, text):
         (full,) = [full for prompt, full in self.known if text[: len(prompt)] == prompt[: len(text)]]

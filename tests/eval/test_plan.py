@@ -13,7 +13,7 @@ def test_each_distinct_model_is_trained_once():
     jobs = plan.all_jobs()
     models = {job.model for job in jobs}
     assert len(jobs) == 2 * len(models)
-    assert {job.model: job.methods for job in jobs}["rope"] == ("rope", "rope+ntk", "yarn")
+    assert {job.model: job.methods for job in jobs}["rope"] == ("rope", "rope+ntk", "yarn", "yarn-no-factor")
     assert {name for job in jobs for name in job.methods} == set(plan.methods)
     assert [job.seed for job in jobs] == [0] * len(models) + [1] * len(models)
 
