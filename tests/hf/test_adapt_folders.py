@@ -28,6 +28,8 @@ from scaleinv.train.distributed import World
 HERE = World(0, 1, torch.device("cpu"))
 SIZE = {"tokens": "128", "batch_tokens": 64, "train_length": 16, "val_tokens": 64, "lengths": "1x", "lr": 1e-2}
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

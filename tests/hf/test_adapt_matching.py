@@ -19,6 +19,8 @@ from scaleinv.train.distributed import World
 HERE = World(0, 1, torch.device("cpu"))
 STEPS = 30
 
+pytestmark = pytest.mark.slow
+
 
 def pair(model_type: str = "llama") -> tuple[Any, Any]:
     """A converted model, and the stock model."""
