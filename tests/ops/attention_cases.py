@@ -257,3 +257,28 @@ def _gap(got: Tensor, want: Tensor) -> tuple[float, float]:
     if not finite.any():
         return 0.0, 0.0
     return (got - want)[finite].abs().max().item(), want[finite].abs().max().item()
+
+
+def tensors(batch=2, heads=4, kv_heads=2, queries=70, keys=70, dim=16, value_dim=12):
+    """Query, key and value, always the same."""
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, queries, dim)
+    return query, torch.randn(batch, kv_heads, keys, dim), torch.randn(batch, kv_heads, keys, value_dim)
+
+
+def transform_of(name, heads=4):
+    """One of `TRANSFORMS`, always the same."""
+    torch.manual_seed(1)
+    return TRANSFORMS[name](heads, 200)
+
+
+def close(got, want):
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def gradients(tensors, backend, **options):
+    """Output, logsumexp and the three gradients of a loss on both."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = scaleinv.attention(*leaves, backend=backend, return_lse=True, **options)
+    (out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()).backward()
+    return out.detach(), lse.detach(), *(x.grad for x in leaves)
