@@ -8,18 +8,15 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from scaleinv.distributed.context import Context
 from scaleinv.methods import Method, trained_as
 from scaleinv.model.cache import CertifiedKVCache, KVCache
 from scaleinv.model.config import GPTConfig
 from scaleinv.model.infini import empty_state, infini_attention
+from scaleinv.model.loss import linear_cross_entropy
 from scaleinv.ops.api import attention
 from scaleinv.rotary import NoPE, rotate
-
-LOSS_CHUNK = 1 << 25
-"""Output logits held at once when a loss is computed."""
 
 
 class GPT(nn.Module):
@@ -61,7 +58,10 @@ class GPT(nn.Module):
         hidden = self.hidden(
             tokens, cache=cache, document_ids=document_ids, key_mask=key_mask, context_length=context_length
         )
-        return self.output(hidden) if targets is None else self._losses(hidden, targets)
+        if targets is None:
+            return self.output(hidden)
+        losses = linear_cross_entropy(hidden.flatten(0, 1), self.output.weight, targets.flatten())
+        return losses.unflatten(0, targets.shape).clone()  # FSDP's hooks need an output that is no view
 
     def hidden(
         self,
@@ -101,18 +101,6 @@ class GPT(nn.Module):
                 cache.remember(tokens)
             cache.length = length
         return norm(x[:, -asked:])
-
-    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        size = max(1, LOSS_CHUNK // (self.config.vocab_size * hidden.shape[0]))
-
-        def part(x: Tensor, y: Tensor) -> Tensor:
-            logits = self.output(x).float().flatten(0, 1)  # [B n, V]: with V last, several times as fast on a CPU
-            return F.cross_entropy(logits, y.flatten(), reduction="none").view_as(y)
-
-        pieces = list(zip(hidden.split(size, dim=1), targets.split(size, dim=1), strict=True))
-        recompute = torch.is_grad_enabled() and len(pieces) > 1
-        losses = [checkpoint(part, x, y, use_reentrant=False) if recompute else part(x, y) for x, y in pieces]
-        return torch.cat(losses, 1)  # also if there is one: FSDP's hooks need an output that is no view
 
     def count_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
