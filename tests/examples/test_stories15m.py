@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import struct
 from pathlib import Path
@@ -18,14 +17,8 @@ PIECES = [" ", "a", "b", "c", "ab", "abc", " a", " ab", "bc", "ca", "é", "  "]
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
-    path = Path(__file__).parents[2] / "examples" / "stories15m.py"
-    spec = importlib.util.spec_from_file_location("stories15m", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def example(load_example) -> ModuleType:
+    return load_example("stories15m")
 
 
 def checkpoint(*, tied: bool = True, kv_heads: int = 2) -> bytes:
