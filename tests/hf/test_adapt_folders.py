@@ -103,6 +103,9 @@ def test_added_variants_join_the_summary(asked: dict[str, Any]) -> None:
     found = run(asked, variants="yarn")
     assert list(found.loss) == ["stock", "yarn"]
     assert found.settings["base"] == "stock"
+    assert (found.settings["seeds"], found.settings["stderr"]) == (2, "over seeds")
+    assert found.loss["stock"]["1x"].record["seeds"] == 2
+    assert found.settings["parameters"].keys() == {"stock"}
     assert found.settings["batch_tokens"] == 64
     assert not leftover.exists()
     assert (out / "checkpoints" / "p-rope-seed0").exists()

@@ -137,6 +137,11 @@ def summarize(plan: Comparison) -> Summary:
     return summary
 
 
+def error_over(seeds: int) -> str:
+    """What the standard errors of `over_seeds` are over, for ``settings.stderr``."""
+    return "over seeds" if seeds > 1 else "over validation windows"
+
+
 def over_seeds(by_length: dict[str, list[LengthLoss]], alone: bool) -> dict[str, Measurement]:
     """Mean and standard error over seeds at each length; if every method has one seed, the error over windows."""
     found = {}
@@ -164,7 +169,7 @@ def _settings(plan: Comparison) -> dict[str, Any]:
         "lengths": plan.lengths,
         "validation_tokens": plan.tokens,
         "training_validation_tokens": config.val_tokens,
-        "stderr": "over seeds" if plan.seeds > 1 else "over validation windows",
+        "stderr": error_over(plan.seeds),
         "machine": f"{cpu_name()}, {os.cpu_count()} cores",
         "versions": {"scaleinv": VERSION, "torch": torch.__version__, "python": platform.python_version()},
     }

@@ -19,7 +19,7 @@ from typing import Any
 
 from scaleinv import files
 from scaleinv.adaptation import BASE, VARIANTS, trained_as
-from scaleinv.eval.compare import over_seeds
+from scaleinv.eval.compare import error_over, over_seeds
 from scaleinv.eval.loss import Evaluation, read_evaluation
 from scaleinv.eval.summary import SUMMARY, Summary, read_summary_if_any, write_summary
 from scaleinv.files import UnreadableFile, read_object, write_json
@@ -114,6 +114,8 @@ def summarize(
     folder: Path, seeds: int, lengths: Mapping[str, int], tokens: int, settings: Mapping[str, Any]
 ) -> Summary:
     """Write summary.json from the evaluations that are there, also of earlier commands, at these lengths and tokens."""
+    earlier = read_summary_if_any(folder / SUMMARY)
+    seeds = max(seeds, earlier.settings.get("seeds") or 1)
     losses = {}
     for name in VARIANTS:
         by_length: dict[str, list[LengthLoss]] = {}
@@ -124,7 +126,13 @@ def summarize(
                 by_length.setdefault(label, []).append(found.lengths[label])
         if by_length:
             losses[name] = over_seeds(by_length, alone=seeds == 1)
-    settings = {**settings, "base": BASE if BASE in losses else None}
-    summary = read_summary_if_any(folder / SUMMARY).with_loss(losses, settings, asked=VARIANTS)
+    settings = {
+        **settings,
+        "base": BASE if BASE in losses else None,
+        "seeds": seeds,
+        "stderr": error_over(seeds),
+        "parameters": {**(earlier.settings.get("parameters") or {}), **settings["parameters"]},
+    }
+    summary = earlier.with_loss(losses, settings, asked=VARIANTS)
     write_summary(folder / SUMMARY, summary)
     return summary

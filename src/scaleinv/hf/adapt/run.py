@@ -43,8 +43,6 @@ from scaleinv.version import VERSION
 LONGEST_DEFAULT = 2048
 COUNTED = 65_536
 """Held-out tokens used to count the bytes per token."""
-OVER_WINDOWS = "over validation windows"
-"""What the standard error of one seed is taken over."""
 
 
 def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None = None) -> Summary:
@@ -149,8 +147,8 @@ class _Work:
         for name in config.names:
             self.evaluate(out / "before", self.stock, name, 0)
         sum_up = functools.partial(folders.summarize, lengths=self.lengths, tokens=self.tokens)
-        untrained = {**settings, "trained": False, "seeds": 1, "stderr": OVER_WINDOWS}  # no seed makes a difference yet
-        here.on_first(lambda: sum_up(out / "before", seeds=1, settings=untrained))
+        untrained = {**settings, "trained": False}
+        here.on_first(lambda: sum_up(out / "before", seeds=1, settings=untrained))  # no seed makes a difference yet
         del self.stock
         for seed in range(config.seeds):
             for model, names in config.served().items():
@@ -242,10 +240,8 @@ class _Work:
             "parameters": {name: sum(x.numel() for x in self.stock.parameters()) for name in config.served()},
             "steps": self.steps.count,
             "stretched_beyond": stretched_from(text, self.train_length) if stretches else None,
-            "seeds": config.seeds,
             "lengths": config.lengths,
             "validation_tokens": self.tokens,
-            "stderr": "over seeds" if config.seeds > 1 else OVER_WINDOWS,
             "tokens": self._unit(),
             "machine": f"{cpu_name()}, {os.cpu_count()} cores, {self.here.size} ranks on {self.here.device.type}",
             "versions": {
