@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "compare",
         run,
         "Train every method, evaluate it at every length and report. If interrupted, rerun the same command to resume.",
-        "scaleinv compare --preset mini --methods all --seeds 3 --out results/mini",
+        "scaleinv compare --preset mini --methods all --seeds 3 --out results/new",
         "scaleinv compare --methods rope,alibi --steps 400 --lr-matrices 0.01 --out results/slow",
         "scaleinv compare --config compare.toml --out results/again",
     )

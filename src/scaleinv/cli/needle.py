@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         run,
         "Needle in a haystack: fine-tune models to answer, then ask them at longer contexts.",
         "scaleinv needle runs/si --lengths 1x,4x,16x",
-        "scaleinv needle results/mini --methods rope,scale-invariant-p-rope",
+        "scaleinv needle results/new --methods rope,scale-invariant-p-rope",
     )
     option = parser.add_argument
     option("folder", metavar="RUN", type=path, help="a run's folder, or a comparison's: all of its models")
