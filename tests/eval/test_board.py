@@ -27,7 +27,7 @@ def windows(done: int, method: str = "rope") -> dict:
 def models(plan):
     """Two models with two methods each, 100 steps of 64 tokens, 1,024 tokens at 1x and 4x."""
     plan = dataclasses.replace(plan, train={**plan.train, "steps": 100, "batch_tokens": 64})
-    return {job.name: todo(plan, job) for job in plan.all_jobs()}
+    return {job.name: todo(plan, job, plan.tokens) for job in plan.all_jobs()}
 
 
 @pytest.fixture

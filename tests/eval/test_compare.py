@@ -50,6 +50,14 @@ def one(compared, tmp_path, monkeypatch) -> Comparison:
 
 
 @pytest.mark.slow
+def test_the_summary_says_how_many_tokens_were_used(one):
+    """Here fewer than are asked for: the held-out text has no more."""
+    summary = compare(dataclasses.replace(one, tokens=10**9))
+    found = json.loads((one.out / "evaluations" / "rope-seed0.json").read_text())["lengths"]["4x"]
+    assert summary.settings["validation_tokens"] == found["windows"] * found["length"] < 10**9
+
+
+@pytest.mark.slow
 def test_trains_once_evaluates_every_method_and_never_repeats(plan):
     lines = []
     summary = compare(plan, lines.append).to_json()

@@ -45,7 +45,7 @@ def test_records_are_structured_and_nothing_else_is_on_their_channel(plan):
 def test_finished_models_are_counted_before_any_other_starts(plan, monkeypatch, tmp_path):
     program(monkeypatch, """print('{"kind": "step", "step": 1, "steps": 2, "loss": 3.0}')""")
     job, lines = plan.all_jobs()[0], []
-    models = dict.fromkeys(("first", "second", "third"), todo(plan, job))
+    models = dict.fromkeys(("first", "second", "third"), todo(plan, job, plan.tokens))
     left = {"first": work(plan), "second": None, "third": None}
     work_through(models, left.get, count=1, out=tmp_path, progress=lines.append, done=lambda: None)
     assert str(lines[0]).startswith("2 of 3 models")

@@ -9,7 +9,9 @@ from scaleinv.cli.common import command
 
 
 def add(commands: Any) -> None:
-    command(commands, "methods", run, "List all methods: those of the paper's table, and five more.", "scaleinv methods")
+    command(
+        commands, "methods", run, "List all methods: those of the paper's table, and five more.", "scaleinv methods"
+    )
 
 
 def run(options: argparse.Namespace) -> None:

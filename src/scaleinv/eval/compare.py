@@ -57,27 +57,27 @@ def compare(plan: Comparison, progress: Progress = silent) -> Summary:
         check_writable(plan.out)
         with locked(plan.out):
             remove_leftovers(plan.out, plan.out / CURVES, *{plan.evaluation(job, "").parent for job in plan.all_jobs()})
-            _check(plan)
-            return _run(plan, progress)
+            return _run(plan, _check(plan), progress)
 
 
-def _check(plan: Comparison) -> None:
-    """Raise ValueError for anything that would stop every model, before any is trained."""
+def _check(plan: Comparison) -> int:
+    """How many of the held-out tokens are used; ValueError for anything that would stop every model."""
     config = plan.config(plan.all_jobs()[0])
     find_device(config.device)
     corpus = run_corpus(config, config.model.train_length, fit=True)
     named = lengths.parse(plan.lengths, config.model.train_length)
-    usable_tokens(corpus.val.total, plan.tokens, list(named.values()))
+    used = usable_tokens(corpus.val.total, plan.tokens, list(named.values()))
     plan.check_folder(corpus.sha256)
+    return used
 
 
-def _run(plan: Comparison, progress: Progress) -> Summary:
+def _run(plan: Comparison, tokens: int, progress: Progress) -> Summary:
     jobs = {job.name: job for job in plan.all_jobs()}
     count = jobs_at_once(plan.jobs, len(jobs), plan.config(plan.all_jobs()[0]).device)
     seeds = "1 seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
     progress(f"{len(jobs)} models for {len(plan.methods)} methods, {seeds}; {count} at once")
     work_through(
-        {name: todo(plan, job) for name, job in jobs.items()},
+        {name: todo(plan, job, tokens) for name, job in jobs.items()},
         lambda name: work_left(plan, jobs[name]),
         count=count,
         out=plan.out,
@@ -87,11 +87,11 @@ def _run(plan: Comparison, progress: Progress) -> Summary:
     return summarize(plan)
 
 
-def todo(plan: Comparison, job: Job) -> ToDo:
-    """The whole work of a model, whether done or not."""
+def todo(plan: Comparison, job: Job, tokens: int) -> ToDo:
+    """The whole work of a model, whether done or not, where so many held-out tokens are used."""
     config = plan.config(job)
     named = lengths.parse(plan.lengths, config.model.train_length)
-    passes = [(length, plan.tokens) for _ in job.methods for length in named.values()]
+    passes = [(length, tokens) for _ in job.methods for length in named.values()]
     return ToDo(config.model, config.steps, config.batch_tokens, passes)
 
 
@@ -128,7 +128,10 @@ def summarize(plan: Comparison) -> Summary:
                     sweep.setdefault(tau, {}).setdefault(label, []).append(result)
     alone = plan.seeds == 1
     losses = {name: over_seeds(by_length, alone) for name, by_length in found.items()}
-    summary = before.with_loss(losses, _settings(plan), asked=plan.methods)
+    results = [result for by_length in found.values() for several in by_length.values() for result in several]
+    used = max((result.windows * result.length for result in results), default=None)
+    settings = {**_settings(plan), "validation_tokens": used}
+    summary = before.with_loss(losses, settings, asked=plan.methods)
     write_summary(path, summary)
     if sweep:
         path = plan.out / SWEEP
@@ -167,7 +170,6 @@ def _settings(plan: Comparison) -> dict[str, Any]:
         "parameters": _parameters(plan),
         "seeds": plan.seeds,
         "lengths": plan.lengths,
-        "validation_tokens": plan.tokens,
         "training_validation_tokens": config.val_tokens,
         "stderr": error_over(plan.seeds),
         "machine": f"{cpu_name()}, {os.cpu_count()} cores",
