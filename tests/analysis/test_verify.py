@@ -47,6 +47,7 @@ def test_verdicts(name: str) -> None:
     assert all(verdict.evidence.confidence > 0.9 for verdict in verdicts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [0.01, 0.1, 100.0])
 def test_extreme_lengthscales_at_full_reach(tau: float) -> None:
     verdicts = verify(ScaleInvariant(tau), samples=500)

@@ -69,6 +69,7 @@ def test_seeds_are_pooled_by_counting_needles():
     assert found["lengths"]["4x"]["seeds"] == {"0": 0.75}
 
 
+@pytest.mark.slow
 def test_heatmaps(tmp_path):
     pytest.importorskip("matplotlib")
     from scaleinv.plots.needle import draw_heatmaps, save_heatmaps
