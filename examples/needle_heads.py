@@ -42,6 +42,8 @@ def main() -> None:
 @torch.no_grad()
 def study(folder: Path, count: int, seed: int) -> str:
     """A line of the table."""
+    if not (folder / SETTINGS).is_file():
+        raise SystemExit(f"{folder} is no fine-tuned model: `scaleinv needle` makes them, in needle/models/")
     model, config = load_model(folder)
     corpus = run_corpus(config)
     if corpus.tokenizer.name != "bytes":

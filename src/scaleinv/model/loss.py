@@ -2,7 +2,8 @@
 
 The logits are made in chunks of rows, and made again in the backward pass: exp(logits − logsumexp) is then the
 gradient but for the target's 1, so no softmax is computed twice. Where the vocabulary is large and the model small,
-that is most of a training step on a CPU.
+that is most of a training step on a CPU. (`F.linear_cross_entropy`, which newer torch has, leaves a compiled
+graph where it goes in chunks.)
 """
 
 from __future__ import annotations
