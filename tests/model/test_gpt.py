@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
-from small_gpt import small
+from small_gpt import TOKENS, small
 from torch.nn import functional as F
 
 import scaleinv
 from scaleinv import methods
-from scaleinv.model import GPT, GPTConfig, preset
+from scaleinv.model import GPT, GPTConfig, KVCache, preset
 
 
 @pytest.mark.parametrize(("name", "millions"), [("162m", 162), ("304m", 304)])
@@ -164,3 +164,39 @@ def test_bad_tokens_are_refused():
 def test_public_names():
     assert scaleinv.GPT is GPT
     assert scaleinv.GPTConfig is GPTConfig
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_the_last_tokens_alone_equal_all(method):
+    model = small(method).double()
+    every, last = model.hidden(TOKENS), model.hidden(TOKENS, last=7)
+    torch.testing.assert_close(last, every[:, -7:])
+    wanted, found = (torch.autograd.grad(x[:, -7:].sum(), model.embedding.weight)[0] for x in (every, last))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("method", methods.names())
+@torch.no_grad()
+def test_the_last_tokens_alone_fill_the_cache(method):
+    model = small(method).double()
+    every, last = KVCache(), KVCache()
+    for start, stop in ((0, 41), (41, 42), (42, 90)):
+        piece = TOKENS[:, start:stop]
+        torch.testing.assert_close(
+            model.hidden(piece, cache=last, last=3), model.hidden(piece, cache=every)[:, -3:], msg=f"{start}"
+        )
+
+
+def test_more_than_there_are_is_all():
+    model = small()
+    assert torch.equal(model.hidden(TOKENS, last=91), model.hidden(TOKENS))
+    with pytest.raises(ValueError, match="last must be positive, got 0"):
+        model.hidden(TOKENS, last=0)
+
+
+def test_packed_documents_and_padding_for_the_last_tokens():
+    model = small().double()
+    documents = torch.arange(90).expand(2, 90) // 30
+    shown = torch.arange(90).expand(2, 90) >= torch.tensor([[0], [50]])
+    for options in ({"document_ids": documents}, {"key_mask": shown}):
+        torch.testing.assert_close(model.hidden(TOKENS, last=5, **options), model.hidden(TOKENS, **options)[:, -5:])

@@ -75,7 +75,7 @@ def _generate(
     cache = KVCache(context_length=length) if tolerance is None else CertifiedKVCache(tolerance, length)
     step = prompt[None].to(device)
     for _ in range(tokens):
-        logits = model.output(model.hidden(step, cache=cache)[:, -1]).float()[0, :vocabulary]
+        logits = model.output(model.hidden(step, cache=cache, last=1)[:, -1]).float()[0, :vocabulary]
         choice = _choose(logits, temperature, top_k, top_p, generator)
         if choice == stop:
             return

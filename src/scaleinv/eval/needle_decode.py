@@ -51,7 +51,7 @@ def read_samples(
     length = tokens.shape[1]
     cache = KVCache(context_length=length) if tolerance is None else CertifiedKVCache(tolerance, length)
     if start:
-        model.hidden(tokens[:, :start], cache=cache)
+        model.hidden(tokens[:, :start], cache=cache, last=1)
     memory = dict(cache.infini)
     pieces = tokens[:, start:-1].split(length if tolerance is None else CertifiedKVCache.CHUNK, dim=1)
     hidden = torch.cat([model.hidden(piece, cache=cache) for piece in pieces], dim=1)
@@ -106,7 +106,7 @@ def _go_on(
     place = min(known)
     texts = answers(place)
     while place < room and not all(decided(text, sample) for text, sample in zip(texts, samples, strict=True)):
-        logits = model.output(model.hidden(tokens[:, cache.length : place], cache=cache)[:, -1])
+        logits = model.output(model.hidden(tokens[:, cache.length : place], cache=cache, last=1)[:, -1])
         choice = logits[:, : tokenizer.vocab_size].argmax(-1)
         tokens[:, place] = torch.where(given > place, tokens[:, place], choice)
         place += 1

@@ -176,8 +176,10 @@ def finetune(
 
 def answer_logits(model: GPT, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Logits ``[n, vocabulary]`` (float32) for the masked tokens of ``tokens [B, N]``, and those tokens ``[n]``."""
-    hidden = model.hidden(tokens[:, :-1])[mask[:, 1:]]
-    return model.output(hidden).float(), tokens[:, 1:][mask[:, 1:]]
+    targets, asked = tokens[:, 1:], mask[:, 1:]
+    last = asked.shape[1] - int(asked.any(0).int().argmax())  # answers stand at the end
+    hidden = model.hidden(tokens[:, :-1], last=last)[asked[:, -last:]]
+    return model.output(hidden).float(), targets[asked]
 
 
 def _gradients(

@@ -112,9 +112,9 @@ class ScaleInvGPTForCausalLM(PreTrainedModel, GenerationMixin):
         document_ids = None
         if position_ids is not None and attention_mask is None:
             document_ids = _document_ids(position_ids.expand(input_ids.shape), cached)
-        hidden = self.gpt.hidden(input_ids, cache=cache, document_ids=document_ids, key_mask=key_mask)
-        keep = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.gpt.output(hidden[:, keep])
+        last = (logits_to_keep or None) if isinstance(logits_to_keep, int) else None
+        hidden = self.gpt.hidden(input_ids, cache=cache, document_ids=document_ids, key_mask=key_mask, last=last)
+        logits = self.gpt.output(hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep])
         loss: Any = None
         if labels is not None:
             loss = self.loss_function(logits, labels, logits.shape[-1], **kwargs)
@@ -130,7 +130,7 @@ class _Adapter(KVCache):
         self.length = int(cache.get_seq_length())
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Tensor:
-        if not isinstance(self.cache, CertifiedCache) or query.shape[2] > 1:
+        if not isinstance(self.cache, CertifiedCache) or key.shape[2] > 1:
             return super().attend(layer, query, key, value, *arguments)
         logits, key_mask, _ = arguments
         self.cache.update(key, value, layer)

@@ -79,10 +79,12 @@ class KVCache:
         key_mask: Tensor | None,
         backend: str,
     ) -> Tensor:
-        """Append new tokens ``[B, H, n, D]`` to the layer's past; returns their attention to all of it."""
-        start = self.length
+        """Append new tokens ``[B, H, n, D]`` to the layer's past; returns their attention to all of it.
+
+        Queries may be fewer than keys: they are those of the last tokens.
+        """
         key, value = self.extend(layer, key, value)
-        return attention(query, key, value, logits, query_offset=start, key_mask=key_mask, backend=backend)
+        return attention(query, key, value, logits, key_mask=key_mask, backend=backend)
 
     def remember(self, tokens: Tensor) -> None:
         """Add tokens to the text that is held."""
@@ -128,12 +130,12 @@ class CertifiedKVCache(KVCache):
         if held.length != self.length:
             raise ValueError("cache holds part of a step that failed: reset() it and read the text again")
         held.append(key, value)
-        if query.shape[2] <= self.CHUNK:
+        if key.shape[2] <= self.CHUNK:
             out, self.certificates[layer] = held.attend(query, key_mask=key_mask)
             return out
         if self.length:
             key, value = (x.to(query.dtype) for x in held.tensors())
-        return attention(query, key, value, logits, query_offset=self.length, key_mask=key_mask, backend=backend)
+        return attention(query, key, value, logits, key_mask=key_mask, backend=backend)
 
     def fork(self, rows: Tensor, length: int) -> CertifiedKVCache:
         """A separate cache for some rows of the batch and the first ``length`` tokens."""

@@ -71,6 +71,7 @@ class GPT(nn.Module):
         document_ids: Tensor | None = None,
         key_mask: Tensor | None = None,
         context_length: int | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """What the output layer reads, ``[B, N, width]``.
 
@@ -80,9 +81,13 @@ class GPT(nn.Module):
             document_ids: ``[B, N]``, for packed documents that must not see each other; not with a cache.
             key_mask: bool ``[B, N]``, over the cache's past too: False for padding.
             context_length: for NTK and YaRN, the length to stretch the rotary for; None for the text's own.
+            last: only the last so many tokens are of interest: ``[B, last, width]``. The last block then computes
+                nothing but keys and values for the others.
         """
         self._check(tokens, cache, document_ids, key_mask)
-        asked, start = tokens.shape[1], 0
+        if last is not None and last < 1:
+            raise ValueError(f"last must be positive, got {last}")
+        asked, start = min(tokens.shape[1], last or tokens.shape[1]), 0
         if cache is not None:
             tokens = self._with_past(tokens, cache, context_length)
             start, context_length = cache.length, cache.context_length or context_length
@@ -95,12 +100,13 @@ class GPT(nn.Module):
         turn = None if isinstance(rotary, NoPE) else rotary.cos_sin(positions)
         x = norm(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x, turn, cache, document_ids, key_mask, self.backend, self.context)
+            wanted = asked if block is self.blocks[-1] else x.shape[1]
+            x = block(x, turn, cache, document_ids, key_mask, self.backend, self.context, wanted)
         if cache is not None:
             if self.method.stretch is not None:
                 cache.remember(tokens)
             cache.length = length
-        return norm(x[:, -asked:])
+        return norm(x)
 
     def count_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -153,7 +159,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each on the normalised stream and added to it."""
+    """Attention and MLP, each on the normalised stream and added to it, for the last ``wanted`` tokens."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -171,8 +177,9 @@ class Block(nn.Module):
         key_mask: Tensor | None,
         backend: str,
         context: Context | None,
+        wanted: int,
     ) -> Tensor:
-        x = x + self.attention(norm(x), turn, cache, document_ids, key_mask, backend, context)
+        x = x[:, -wanted:] + self.attention(norm(x), turn, cache, document_ids, key_mask, backend, context, wanted)
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
@@ -201,12 +208,17 @@ class Attention(nn.Module):
         key_mask: Tensor | None,
         backend: str,
         context: Context | None,
+        wanted: int,
     ) -> Tensor:
+        asking = x if self.segment is not None or context is not None else x[:, -wanted:]
         query, key, value = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in (self.query, self.key, self.value)
+            project(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project, y in ((self.query, asking), (self.key, x), (self.value, x))
         )  # [B, H, N, D]
         query, key = norm(query), norm(key)
-        rotated = (query, key) if turn is None else (rotate(query, *turn), rotate(key, *turn))
+        rotated = (query, key)
+        if turn is not None:
+            rotated = (rotate(query, *(part[-asking.shape[1] :] for part in turn)), rotate(key, *turn))
         if self.segment is not None:
             state = cache.infini.get(self.layer) if cache is not None else None
             out, state = infini_attention(
@@ -228,7 +240,7 @@ class Attention(nn.Module):
             out = context.attention(*rotated, value, self.logits, document_ids, key_mask, backend)
         else:
             out = attention(*rotated, value, self.logits, document_ids=document_ids, key_mask=key_mask, backend=backend)
-        return self.project(out.transpose(1, 2).flatten(2))
+        return self.project(out.transpose(1, 2).flatten(2)[:, -wanted:])
 
 
 def norm(x: Tensor) -> Tensor:
