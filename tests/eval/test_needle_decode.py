@@ -25,11 +25,11 @@ class Rigged(nn.Module):
         prompts = [s.tokens[: s.answer_start].tolist() for s in samples]
         self.known = [(p, [*p, *t.encode(), *([ord("~")] * 50)]) for p, t in zip(prompts, texts, strict=True)]
 
-    def hidden(self, tokens, *, cache):
+    def hidden(self, tokens, *, cache, last=None):
         self.calls += 1
         cache.remember(tokens)
         cache.length += tokens.shape[1]
-        return torch.stack([self.row(row.tolist())[-tokens.shape[1] :] for row in cache.tokens])
+        return torch.stack([self.row(row.tolist())[-(last or tokens.shape[1]) :] for row in cache.tokens])
 
     def row(self, text):
         (full,) = [full for prompt, full in self.known if text[: len(prompt)] == prompt[: len(text)]]
