@@ -17,7 +17,7 @@ from scaleinv.cli import main
 from scaleinv.data import ByteTokenizer, TokenData, write_shard
 from scaleinv.eval import needle, needle_train
 from scaleinv.eval.needle import default_task, evaluate, run_needle
-from scaleinv.eval.needle_task import NeedleTask
+from scaleinv.eval.needle_task import NeedleTask, make_sample
 from scaleinv.eval.needle_train import NeedleTraining, finetune
 from scaleinv.files import FolderInUse, locked
 from scaleinv.model import GPT, GPTConfig
@@ -136,6 +136,19 @@ def test_papers_schedule():
     assert rates[299] == 0.01
     assert training.sequences == 64
     assert {training.length(step, 4096) for step in range(300)} == {4096}
+
+
+def test_the_shortest_samples_have_room_for_text(data):
+    task, training = NeedleTask.mini(), NeedleTraining.mini()
+    assert training.fitted(task, ByteTokenizer()) == training
+    long = dataclasses.replace(task, needles=3, digits=4)
+    with pytest.raises(ValueError, match="must leave room for text"):
+        make_sample(long.at(training.shortest), data, ByteTokenizer(), seed=0, index=0)
+    shortest = training.fitted(long, ByteTokenizer()).shortest
+    for index in range(20):
+        sample = make_sample(long.at(shortest), data, ByteTokenizer(), seed=0, index=index)
+        frame = sum(len(long.sentence(needle.city, needle.number)) for needle in sample.needles)
+        assert shortest - frame - len(long.question) - len(sample.answer) >= shortest // 3
 
 
 @pytest.mark.parametrize(

@@ -238,9 +238,10 @@ def run_needle(
         check_tolerance(tolerance, method)
     named = parse(lengths, config.model.train_length)
     usual_task, usual_training = default_task(config.model)
-    task, training = task or usual_task, training or usual_training
     seed = config.seed if seed is None else seed
     corpus = store.run_corpus(config)
+    task = task or usual_task
+    training = (training or usual_training).fitted(task, corpus.tokenizer)
     for length in named.values():  # an impossible length raises before the fine-tuning
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=seed, index=0)
     settings = needle_settings(config, corpus, task, training, tolerance)

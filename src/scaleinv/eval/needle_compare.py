@@ -77,9 +77,10 @@ def needle_comparison(
     models = _models(folder, methods)
     config = next(iter(models.values())).config
     usual_task, usual_training = default_task(config.model)
-    task, training = task or usual_task, training or usual_training
     named = context_lengths.parse(lengths, config.model.train_length)
     corpus = run_corpus(config)
+    task = task or usual_task
+    training = (training or usual_training).fitted(task, corpus.tokenizer)
     for length in (task.length, *named.values()):  # an impossible length raises before any model is fine-tuned
         make_sample(task.at(length), corpus.val, corpus.tokenizer, seed=0, index=0)
     settings = needle_settings(config, corpus, task, training, tolerance)

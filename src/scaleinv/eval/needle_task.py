@@ -204,6 +204,13 @@ def decided(text: str, sample: Sample) -> bool:
     return last.startswith(wanted[-1]) or not wanted[-1].startswith(last)
 
 
+def longest_frame(task: NeedleTask, tokenizer: Tokenizer) -> int:
+    """The most tokens that needles, question and answer take together: what a sample has besides its text."""
+    number = "9" * task.digits
+    sentences = sorted(len(tokenizer.encode(task.sentence(city, number))) for city in task.names)[-task.needles :]
+    return sum(sentences) + len(tokenizer.encode(task.question)) + longest_answer(task, tokenizer)
+
+
 def longest_answer(task: NeedleTask, tokenizer: Tokenizer) -> int:
     """The most tokens that an answer of this form takes, and so the most that a wrong answer may use."""
     widest = max(len(tokenizer.encode(city)) for city in task.names)

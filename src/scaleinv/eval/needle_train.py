@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from scaleinv.data import Corpus
-from scaleinv.eval.needle_task import NeedleTask, make_sample, stack
+from scaleinv.data import Corpus, Tokenizer
+from scaleinv.eval.needle_task import NeedleTask, longest_frame, make_sample, stack
 from scaleinv.files import locked, read_object, remove_leftovers, write_json
 from scaleinv.model import GPT
 from scaleinv.train import Diverged, TrainConfig, checkpoint, optim, store
@@ -83,6 +83,10 @@ class NeedleTraining:
         """The same training in another number of steps: warm-up, decay and the rest take the same shares."""
         shares = {name: getattr(self, name) * steps // self.steps for name in ("warmup", "decay", "short", "growth")}
         return dataclasses.replace(self, steps=steps, **shares)
+
+    def fitted(self, task: NeedleTask, tokenizer: Tokenizer) -> NeedleTraining:
+        """The same training, with samples that are never so short that less than a third of them is text."""
+        return dataclasses.replace(self, shortest=max(self.shortest, longest_frame(task, tokenizer) * 3 // 2))
 
     def learning_rate(self, step: int) -> float:
         """Factor on every learning rate at a step, counted from 0."""
