@@ -49,8 +49,8 @@ def test_samples_are_exact_and_hold_their_needles(name, length, data, tokenizer)
         for needle in sample.needles:
             assert len(needle.number) == task.digits
             assert needle.number[0] != "0"
-            link = "=" if name == "mini" else " number is "
-            sentence = tokenizer.encode(f" The special magic {needle.city}{link}{needle.number}.")
+            hidden = f"#{needle.city}={needle.number}" if name == "mini" else f"{needle.city} number is {needle.number}"
+            sentence = tokenizer.encode(f" The special magic {hidden}.")
             np.testing.assert_array_equal(sample.tokens[needle.start : needle.start + len(sentence)], sentence)
             assert 0 <= needle.depth <= 1
         assert [n.start for n in sample.needles] == sorted(n.start for n in sample.needles)

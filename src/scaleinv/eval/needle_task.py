@@ -77,9 +77,12 @@ class NeedleTask:
 
     @classmethod
     def mini(cls) -> NeedleTask:
-        """For models of a million parameters on bytes: one short needle, asked for in its own words."""
-        needle, question = " The special magic {city}={number}.", "\nThe special magic "
-        return cls(needles=1, digits=2, cities=8, length=512, needle=needle, question=question)
+        """For models of a million parameters on bytes: one short needle, asked for in its own words.
+
+        "#" and "=" are rare in text, as a city is among the tokens of a larger model; a space before the city is not.
+        """
+        needle, question = " The special magic #{city}={number}.", "\nThe special magic #"
+        return cls(needles=1, digits=4, length=512, needle=needle, question=question)
 
     @property
     def names(self) -> tuple[str, ...]:
