@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from scaleinv.analysis.capture import Layer, capture
-from scaleinv.eval.needle_task import EQUALS, SEPARATOR, NeedleTask, Sample, make_sample, stack
+from scaleinv.eval.needle_task import EQUALS, NeedleTask, Sample, make_sample, stack
 from scaleinv.eval.needle_train import SETTINGS
 from scaleinv.train.store import load_model, run_corpus
 
@@ -97,7 +97,7 @@ def digit_places(sample: Sample, task: NeedleTask) -> tuple[Tensor, Tensor]:
         end += len((needle.city + EQUALS).encode())
         asked += range(end - 1, end - 1 + len(needle.number))
         wanted += range(first, first + len(needle.number))
-        end += len(needle.number) + len(SEPARATOR)
+        end += len(needle.number) + len(sample.separator)
     return torch.tensor(asked), torch.tensor(wanted)
 
 

@@ -1,5 +1,6 @@
 """Samples of the needle task: exact lengths, needles word for word, answers alone under the mask, seeds."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ def data(tokenizer, tmp_path_factory) -> TokenData:
 TASKS = {
     "paper": NeedleTask(),
     "mini": NeedleTask.mini(),
+    "three": dataclasses.replace(NeedleTask.mini(), needles=3),
     "five": NeedleTask(needles=5, digits=1, cities=CITIES[:5]),
     "accents": NeedleTask(needles=2, digits=4, cities=("Zürich", "São Paulo", "東京")),
     "end": NeedleTask(needles=2, digits=3, depth=1.0),
@@ -49,13 +51,15 @@ def test_samples_are_exact_and_hold_their_needles(name, length, data, tokenizer)
         for needle in sample.needles:
             assert len(needle.number) == task.digits
             assert needle.number[0] != "0"
-            hidden = f"#{needle.city}={needle.number}" if name == "mini" else f"{needle.city} number is {needle.number}"
+            hidden = (
+                f"#{needle.city}={needle.number}" if "#" in task.needle else f"{needle.city} number is {needle.number}"
+            )
             sentence = tokenizer.encode(f" The special magic {hidden}.")
             np.testing.assert_array_equal(sample.tokens[needle.start : needle.start + len(sentence)], sentence)
             assert 0 <= needle.depth <= 1
         assert [n.start for n in sample.needles] == sorted(n.start for n in sample.needles)
         # The answer, and nothing else, lies under the mask, at the very end, after the question.
-        assert sample.answer == ";".join(f"{n.city}={n.number}" for n in sample.needles)
+        assert sample.answer == task.separator.join(f"{n.city}={n.number}" for n in sample.needles)
         assert tokenizer.decode(sample.tokens[sample.mask]) == sample.answer
         assert sample.mask[-1]
         assert tokenizer.decode(sample.tokens[~sample.mask]).endswith(task.question)
@@ -110,19 +114,19 @@ def test_longest_answer_bounds_every_answer(data, tokenizer):
             assert sample.mask.sum() <= bound
 
 
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
+@pytest.fixture(scope="module", params=[";", "#"])
+def three(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("shards") / "text.bin"
     write_shard(path, ByteTokenizer().encode(TEXT * 10))
-    task = NeedleTask(needles=3, digits=2, cities=("Oslo", "Lima", "Rome"), length=400)
+    task = NeedleTask(needles=3, digits=2, cities=("Oslo", "Lima", "Rome"), length=400, separator=request.param)
     return make_sample(task, TokenData([path], 256), ByteTokenizer(), seed=0, index=0)
 
 
 def test_score_is_per_needle(three):
-    first, second, last = three.answer.split(";")
+    first, second, last = three.answer.split(three.separator)
     for text, right in {
-        three.answer: [True, True, True],
-        three.answer + "; and so on": [True, True, True],
+        f"{first};{second};{last}": [True, True, True],
+        f"{first};{second};{last}; and so on": [True, True, True],
         f"{first[:-1]}x;{second};{last}": [False, True, True],
         f"{first}0;{second};{last}": [False, True, True],  # a digit too many
         f"Atlantis=1;{second};{last}": [False, True, True],
@@ -132,11 +136,11 @@ def test_score_is_per_needle(three):
         f"{first}{second};{last}": [False, False, False],
         "": [False, False, False],
     }.items():
-        assert score(text, three) == right, text
+        assert score(text.replace(";", three.separator), three) == right, text
 
 
 def test_decided_means_that_nothing_can_change(three):
-    first, second, last = three.answer.split(";")
+    first, second, last = three.answer.split(three.separator)
     for text, settled in {
         "": False,
         first: False,
@@ -146,7 +150,7 @@ def test_decided_means_that_nothing_can_change(three):
         f"x;{second};{last[:-1]}?": True,
         f"x;y;{last[:2]}\ufffd": False,  # half a character
     }.items():
-        assert decided(text, three) is settled, text
+        assert decided(text.replace(";", three.separator), three) is settled, text
 
 
 @pytest.mark.parametrize(
@@ -155,6 +159,10 @@ def test_decided_means_that_nothing_can_change(three):
         ("needles", 0),
         ("needles", 2.5),
         ("digits", 0),
+        ("separator", ""),
+        ("separator", "="),
+        ("separator", "7"),
+        ("separator", ", "),
         ("length", -1),
         ("cities", 0),
         ("cities", 10_000),

@@ -28,7 +28,7 @@ CITIES = (
 """Real cities, for the needles."""
 
 SPLITS = {"train": 0, "val": 1}
-SEPARATOR, EQUALS = ";", "="
+EQUALS = "="
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,8 @@ class NeedleTask:
     """Where all needles are: 0 at the text's start, 1 right before the question; None for uniformly random places."""
     needle: str = " The special magic {city} number is {number}."
     question: str = "\nThe special magic numbers are: "
+    separator: str = ";"
+    """One character, between the needles of an answer."""
 
     def __post_init__(self) -> None:
         for name in ("needles", "digits", "length"):
@@ -61,9 +63,11 @@ class NeedleTask:
                 raise ValueError(f"cities must be a number from 1 to {len(CITIES)}, or names, got {self.cities}")
         elif isinstance(self.cities, str):
             raise ValueError(f"cities must be a number or a sequence of names, got the text {self.cities!r}")
+        if not isinstance(self.separator, str) or len(self.separator) != 1 or self.separator in EQUALS + "0123456789":
+            raise ValueError(f"separator must be one character, no digit and not {EQUALS!r}, got {self.separator!r}")
         for city in self.names:
-            if not isinstance(city, str) or not city.strip() or SEPARATOR in city or EQUALS in city:
-                raise ValueError(f"cities must be names without {SEPARATOR!r} and {EQUALS!r}, got {city!r}")
+            if not isinstance(city, str) or not city.strip() or self.separator in city or EQUALS in city:
+                raise ValueError(f"cities must be names without {self.separator!r} and {EQUALS!r}, got {city!r}")
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"cities must differ, got {', '.join(self.names)}")
         if len(self.names) < self.needles:
@@ -82,7 +86,7 @@ class NeedleTask:
         "#" and "=" are rare in text, as a city is among the tokens of a larger model; a space before the city is not.
         """
         needle, question = " The special magic #{city}={number}.", "\nThe special magic #"
-        return cls(needles=1, digits=4, length=512, needle=needle, question=question)
+        return cls(needles=1, digits=4, length=512, needle=needle, question=question, separator="#")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,7 +102,7 @@ class NeedleTask:
 
     def answer(self, pairs: Sequence[tuple[str, str]]) -> str:
         """What the model has to say, for (city, number) in the order of the needles."""
-        return SEPARATOR.join(f"{city}{EQUALS}{number}" for city, number in pairs)
+        return self.separator.join(f"{city}{EQUALS}{number}" for city, number in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Sample:
     answer_start: int
     needles: tuple[Needle, ...]
     answer: str
+    separator: str = NeedleTask.separator
 
     @property
     def mask(self) -> np.ndarray:
@@ -174,7 +179,7 @@ def make_sample(
         needles.append(Needle(city, number, place + made, place / text_length))
         cut, made = place, made + len(sentence)
     tokens = np.concatenate([*pieces, text[cut:], question, ending]).astype(np.int64)
-    return Sample(index, tokens, task.length - len(ending), tuple(needles), answer)
+    return Sample(index, tokens, task.length - len(ending), tuple(needles), answer, task.separator)
 
 
 def stack(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
@@ -188,8 +193,8 @@ def score(text: str, sample: Sample) -> list[bool]:
 
     What follows the last number is ignored: nothing tells a model to stop there.
     """
-    wanted = sample.answer.split(SEPARATOR)
-    got = text.split(SEPARATOR, len(wanted) - 1)
+    wanted = sample.answer.split(sample.separator)
+    got = text.split(sample.separator, len(wanted) - 1)
     last = len(wanted) - 1
     return [
         number < len(got) and (got[number].startswith(item) if number == last else got[number] == item)
@@ -199,8 +204,8 @@ def score(text: str, sample: Sample) -> list[bool]:
 
 def decided(text: str, sample: Sample) -> bool:
     """Whether no continuation of a generated text can change its `score`."""
-    wanted = sample.answer.split(SEPARATOR)
-    got = text.split(SEPARATOR, len(wanted) - 1)
+    wanted = sample.answer.split(sample.separator)
+    got = text.split(sample.separator, len(wanted) - 1)
     if len(got) < len(wanted):
         return False
     last = got[-1].rstrip("\ufffd")  # a character may take several tokens
@@ -217,7 +222,7 @@ def longest_frame(task: NeedleTask, tokenizer: Tokenizer) -> int:
 def longest_answer(task: NeedleTask, tokenizer: Tokenizer) -> int:
     """The most tokens that an answer of this form takes, and so the most that a wrong answer may use."""
     widest = max(len(tokenizer.encode(city)) for city in task.names)
-    return task.needles * (widest + task.digits + len(SEPARATOR + EQUALS))
+    return task.needles * (widest + task.digits + len(task.separator + EQUALS))
 
 
 def _number(random: np.random.Generator, digits: int) -> str:
