@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -82,14 +81,14 @@ class ToDo:
 
     Args:
         config: the model's shape.
-        trained: tokens of each optimiser step.
+        steps: optimiser steps, at the training length.
+        batch_tokens: tokens per step.
         passes: length and tokens of each evaluation, in the order in which they are made.
     """
 
-    def __init__(self, config: GPTConfig, trained: Sequence[int], passes: Sequence[tuple[int, int]]) -> None:
-        cost = BACKWARD * forward_cost(config, config.train_length)
-        self.steps = [0, *itertools.accumulate(cost * tokens for tokens in trained)]
-        """Work up to the end of each step."""
+    def __init__(self, config: GPTConfig, steps: int, batch_tokens: int, passes: Sequence[tuple[int, int]]) -> None:
+        self.step = BACKWARD * batch_tokens * forward_cost(config, config.train_length)
+        self.steps = steps
         self.passes = [tokens * forward_cost(config, length) for length, tokens in passes]
 
 
@@ -104,7 +103,7 @@ class _Model:
 
     def __init__(self, todo: ToDo) -> None:
         self.todo = todo
-        self.training = todo.steps[-1]
+        self.training = todo.steps * todo.step
         self.total = self.training + sum(todo.passes)
         self.done = self.before = 0.0
         self.passes = 0
@@ -116,7 +115,7 @@ class _Model:
         """Take in a record of the model's worker."""
         kind = record["kind"]
         if kind == "step":
-            self.done = self.todo.steps[record["step"]]
+            self.done = record["step"] * self.todo.step
             self.state = f"step {record['step']}/{record['steps']} loss {record['loss']:.3f}"
         elif kind in ("windows", "samples"):
             made, current = self.todo.passes[: self.passes], self.todo.passes[self.passes : self.passes + 1]

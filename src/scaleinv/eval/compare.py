@@ -92,7 +92,7 @@ def todo(plan: Comparison, job: Job, tokens: int) -> ToDo:
     config = plan.config(job)
     named = lengths.parse(plan.lengths, config.model.train_length)
     passes = [(length, tokens) for _ in job.methods for length in named.values()]
-    return ToDo(config.model, [config.batch_tokens] * config.steps, passes)
+    return ToDo(config.model, config.steps, config.batch_tokens, passes)
 
 
 def work_left(plan: Comparison, job: Job) -> Work | None:

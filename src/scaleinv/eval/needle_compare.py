@@ -94,7 +94,7 @@ def needle_comparison(
 
         def todo(model: _Model) -> ToDo:
             passes = [(length, samples * length) for _ in model.methods for length in named.values()]
-            return ToDo(model.config.model, training.tokens(task.length), passes)
+            return ToDo(model.config.model, training.steps, training.sequences * task.length, passes)
 
         def work(name: str) -> NeedleWork:
             model = models[name]

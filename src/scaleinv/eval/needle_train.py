@@ -36,11 +36,11 @@ class NeedleTraining:
     decay: int = 100
     """Steps at the end over which they fall to 0; between warm-up and decay they are constant."""
     sequences: int = 64
-    """Samples per optimiser step."""
+    """Samples per optimiser step, at the task's length."""
     shortest: int = 96
     """Tokens per sample in the first steps, if there are ``short`` or ``growth`` steps."""
     short: int = 0
-    """Steps with the shortest samples, which cost the least."""
+    """Steps with the shortest samples. Every step has the same number of tokens, so these have more samples."""
     growth: int = 0
     """Steps over which the samples then grow to the task's length, by the same factor in each step."""
     rate: float = 1.0
@@ -73,7 +73,7 @@ class NeedleTraining:
     @classmethod
     def mini(cls) -> NeedleTraining:
         """For `NeedleTask.mini`: most of the steps on short samples, where a model learns to copy."""
-        return cls(steps=600, warmup=30, decay=250, sequences=64, short=450, growth=100)
+        return cls(steps=800, warmup=30, decay=350, sequences=16, short=450, growth=200)
 
     def to_json(self) -> dict[str, Any]:
         """What the result depends on."""
@@ -103,13 +103,11 @@ class NeedleTraining:
             return full
         return round(self.shortest * (full / self.shortest) ** (grown / self.growth))
 
-    def tokens(self, full: int) -> list[int]:
-        """Tokens of each step, for a task of ``full`` tokens."""
-        return [self.sequences * self.length(step, full) for step in range(self.steps)]
-
-    def samples(self, step: int) -> range:
+    def samples(self, step: int, full: int) -> range:
         """Indices of the samples of a step: no two steps share one."""
-        return range(step * self.sequences, (step + 1) * self.sequences)
+        tokens = self.sequences * full
+        first = step * (tokens // min(self.shortest, full))
+        return range(first, first + tokens // self.length(step, full))
 
 
 def finetune(
@@ -157,7 +155,7 @@ def finetune(
                 progress(f"resuming {out} at step {start}")
             store.write_run(out, dataclasses.replace(config, out=str(out)), corpus)
             metrics = Metrics(out, start, settings, None)
-            meter = Progress(training.tokens(task.length), start, progress, training.log_every)
+            meter = Progress(training.steps, start, training.sequences * task.length, progress, training.log_every)
             model.train()
             try:
                 for step in range(start, training.steps):
@@ -195,7 +193,7 @@ def _gradients(
     sized, seed = task.at(training.length(step, task.length)), training.seed or 0
     samples = [
         make_sample(sized, corpus.train, corpus.tokenizer, seed=seed, index=index, split="train")
-        for index in training.samples(step)
+        for index in training.samples(step, task.length)
     ]
     tokens, mask = stack(samples)
     device = next(model.parameters()).device

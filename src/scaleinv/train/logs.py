@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +74,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """One line: step, loss, learning rate, tokens per second, time left. It stays in place on a terminal.
+    """One line: step, loss, learning rate, tokens per second, time left. It stays in place on a terminal."""
 
-    Args:
-        tokens: of each step.
-        start: steps that were taken before.
-        every: steps between lines.
-    """
-
-    def __init__(self, tokens: Sequence[int], start: int, progress: Callable[[str], None], every: int) -> None:
-        self.steps, self.start, self.progress, self.every = len(tokens), start, progress, every
-        self.tokens = [0, *itertools.accumulate(tokens)]
+    def __init__(self, steps: int, start: int, tokens: int, progress: Callable[[str], None], every: int) -> None:
+        self.steps, self.start, self.tokens, self.progress, self.every = steps, start, tokens, progress, every
         self.began = self.marked = time.monotonic()
         self.marked_step = start
         self.rate = 0.0
@@ -100,10 +92,9 @@ class Progress:
         if step % self.every and step != self.steps:
             return
         now = time.monotonic()
-        seen, marked, all_tokens = self.tokens[step], self.tokens[self.marked_step], self.tokens[-1]
-        self.rate = (seen - marked) / max(now - self.marked, 1e-9)
+        self.rate = (step - self.marked_step) * self.tokens / max(now - self.marked, 1e-9)
         self.marked, self.marked_step = now, step
-        left = (now - self.began) / max(seen - self.tokens[self.start], 1) * (all_tokens - seen)
+        left = (now - self.began) / max(step - self.start, 1) * (self.steps - step)
         self.progress(
             Report(
                 f"step {step}/{self.steps}  loss {loss:.4f}  lr ×{factor:.3f}  {self.rate:,.0f} tokens/s  "

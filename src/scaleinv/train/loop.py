@@ -202,7 +202,7 @@ class _Run:
 
     def _train(self, step: int, caught: list[int]) -> Result:
         config, here = self.config, self.here
-        meter = Progress([config.batch_tokens] * config.steps, step, self.progress, config.log_every)
+        meter = Progress(config.steps, step, config.batch_tokens, self.progress, config.log_every)
         validation: dict[str, LengthLoss] | None = None
         while step < config.steps:
             factor = config.learning_rate(step)
