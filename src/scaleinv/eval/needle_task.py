@@ -127,7 +127,7 @@ class Sample:
     answer_start: int
     needles: tuple[Needle, ...]
     answer: str
-    separator: str = NeedleTask.separator
+    separator: str
 
     @property
     def mask(self) -> np.ndarray:
