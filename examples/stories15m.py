@@ -24,7 +24,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from scaleinv.data import write_shard
 from scaleinv.progress import terminal
@@ -222,11 +222,12 @@ def check(checkpoint: Checkpoint, model: LlamaForCausalLM, tokenizer: PreTrained
 def sample(model: LlamaForCausalLM, seed: int) -> np.ndarray:
     """Stories one after another, uint16, each from its beginning-of-text token on; sampled at temperature 1."""
     torch.manual_seed(seed)
-    start = torch.full((ROWS, 1), BOS)
-    length = model.config.max_position_embeddings
-    rows = model.generate(
-        start, max_length=length, do_sample=True, top_k=0, eos_token_id=None, attention_mask=torch.ones_like(start)
-    )
+    columns, cache = [torch.full((ROWS, 1), BOS)], DynamicCache(config=model.config)
+    while len(columns) < model.config.max_position_embeddings:
+        logits = model(columns[-1], past_key_values=cache, use_cache=True).logits[:, -1]
+        steps = logits.softmax(-1).cumsum(-1)  # generate() would draw with multinomial, which takes four times as long
+        columns.append(torch.searchsorted(steps, torch.rand(ROWS, 1) * steps[:, -1:]))
+    rows = torch.cat(columns, dim=1)
     stories = []
     for row in rows.numpy():
         again = np.flatnonzero((row[1:] == BOS) | (row[1:] == EOS))
