@@ -197,6 +197,18 @@ def test_large_figures_of_the_analysis_are_shown_as_pixels(tmp_path: Path) -> No
     assert "<figcaption>model/large</figcaption>" in source
 
 
+def test_differences_to_a_method_of_choice(tmp_path: Path) -> None:
+    results = report.read_results(make_results(tmp_path), base="alibi")
+    table = results.tables["differences"]
+    assert table is not None
+    assert "minus that of ALiBi" in table.caption
+    assert "alibi" not in table.rows
+    found = {(row["method"], row["length"]): row["difference"] for row in table.records}
+    assert found["rope", "16x"] == pytest.approx(2.198 - 1.246)
+    with pytest.raises(ValueError, match=r"base must be a method of .*summary.json \(rope, .*\), got 'Rope'"):
+        report.read_results(tmp_path, base="Rope")
+
+
 def test_missing_summary_says_what_writes_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"summary.json is missing; `scaleinv compare` writes it"):
         report.write_report(tmp_path)

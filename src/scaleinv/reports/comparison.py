@@ -36,7 +36,7 @@ class Results:
     heat: HeatMap | None
 
 
-def write_report(folder: Path, *, progress: Callable[[str], None] | None = None) -> Path:
+def write_report(folder: Path, *, base: str | None = None, progress: Callable[[str], None] | None = None) -> Path:
     """Write ``report.html``, ``figures/`` and ``tables/`` to the results folder of a comparison; returns the page.
 
     Only ``summary.json`` must be there: parts that are missing are left out, and the page says which. A file that is
@@ -44,12 +44,13 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
 
     Args:
         folder: what `scaleinv compare` wrote.
+        base: the method that differences are taken to; default: scale-invariant p-RoPE, or an adaptation's stock model.
         progress: called with one line of text before each step.
     """
     folder = Path(folder)
     progress = progress or (lambda text: None)
     progress(f"reading {folder}")
-    results = read_results(folder)
+    results = read_results(folder, base)
     for table in results.tables.values():
         if table:
             table.save(folder / "tables")
@@ -73,16 +74,18 @@ def write_report(folder: Path, *, progress: Callable[[str], None] | None = None)
     return path
 
 
-def read_results(folder: Path) -> Results:
-    """Read and check the files of a comparison."""
+def read_results(folder: Path, base: str | None = None) -> Results:
+    """Read and check the files of a comparison; differences are to ``base``."""
     summary = read_summary(folder / SUMMARY)
+    if base is not None and base not in summary.loss:
+        raise ValueError(f"base must be a method of {folder / SUMMARY} ({', '.join(summary.loss)}), got {base!r}")
     length, unit = summary.train_length, Unit.of(summary.settings)
     evaluations = [found for found in read_evaluations(folder / "evaluations") if found.method in summary.loss]
     curves = compare.read_curves(folder / "curves")
     sweep = read_sweep(folder / SWEEP, length) if (folder / SWEEP).exists() else {}
     losses = seed_losses(evaluations)
-    base = summary.settings.get("base")  # an adaptation is compared with the stock model
-    base = base if isinstance(base, str) else METHOD
+    own = summary.settings.get("base")  # an adaptation is compared with the stock model
+    base = base or (own if isinstance(own, str) else METHOD)
     charts = {
         "by length": compare.loss_by_length(summary.loss, length, unit, losses),
         "by position": compare.by_position(evaluations, length, unit),
