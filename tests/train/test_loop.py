@@ -53,6 +53,20 @@ def test_accumulation_gives_the_same_steps(tiny, tmp_path):
     assert list(losses(parts.out).values()) == pytest.approx(list(losses(whole.out).values()), rel=1e-5)
 
 
+@pytest.mark.parametrize("method", ["scale-invariant-p-rope", "infini-p-rope", "alibi"])
+def test_bfloat16_trains_nearly_the_same_model(tiny, tmp_path, method):
+    exact = tiny(method, out=str(tmp_path / "exact"), steps=20)
+    rounded = dataclasses.replace(exact, out=str(tmp_path / "rounded"), precision="bfloat16")
+    train.run(exact)
+    train.run(rounded)
+    expected, found = (list(losses(config.out).values()) for config in (exact, rounded))
+    assert found != expected
+    assert found == pytest.approx(expected, rel=0.02)
+    model, config = load_model(Path(rounded.out))
+    assert config.precision == "bfloat16"
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
 def test_seed_decides_the_run(tiny, tmp_path):
     runs = [tiny(out=str(tmp_path / name), seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     for config in runs:

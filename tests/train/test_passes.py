@@ -15,9 +15,13 @@ def test_micro_batches_hold_no_more_than_asked(tokens, rows):
     assert torch.equal(torch.cat([y for _, y in parts]), second)
 
 
-def test_a_cpu_computes_as_it_is():
-    with precision(torch.device("cpu")):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [("auto", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)],
+)
+def test_a_cpu_computes_in_what_is_asked_for(asked, dtype):
+    with precision(torch.device("cpu"), asked):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

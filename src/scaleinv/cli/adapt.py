@@ -17,7 +17,8 @@ DETAIL = """If interrupted, rerun the same command to resume.
 
 In the same --out you may add variants and seeds, and change --lengths, --val-tokens and how it is computed
 (--micro-tokens, --gradient-checkpointing, --checkpoint-every, --device, ranks). Another model, --data, --val-data,
---train-length, --tokens, --batch-tokens, --lr, --lora or option of the group attention needs another --out.
+--train-length, --tokens, --batch-tokens, --lr, --lora, --precision or option of the group attention needs another
+--out.
 
 variants ("the trained stock model": stock is trained even if it is not asked for):
 """

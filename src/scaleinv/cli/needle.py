@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from scaleinv.cli.common import (
     add_device,
@@ -18,6 +18,7 @@ from scaleinv.cli.common import (
     number,
     path,
 )
+from scaleinv.machine import Precision
 
 
 def add(commands: Any) -> None:
@@ -39,6 +40,11 @@ def add(commands: Any) -> None:
     option("--cities", type=count, help="cities to choose from; default: the preset's")
     option("--depth", type=number(float, least=0, most=1), help="where to put the needles, 0 to 1; default: anywhere")
     option("--steps", type=count, help="fine-tuning steps; default: the preset's")
+    option(
+        "--precision",
+        choices=get_args(Precision),
+        help="arithmetic of fine-tuning; default: auto, bfloat16 on a GPU and float32 on a CPU",
+    )
     option("--seed", type=number(int, least=0), help="seed of the haystacks; default: the run's")
     option("--jobs", type=count, help="processes at once for a comparison; default: one per core, or one on a GPU")
     option("--out", type=path, help="folder for the results; default: RUN")
@@ -64,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     task = dataclasses.replace(task, **{name: value for name, value in changes.items() if value is not None})
     if options.steps is not None:
         training = training.scaled(options.steps)
+    if options.precision is not None:
+        training = dataclasses.replace(training, precision=options.precision)
     given: dict[str, Any] = {
         "methods": options.methods,
         "task": task,

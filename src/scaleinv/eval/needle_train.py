@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from scaleinv.data import Corpus, Tokenizer
 from scaleinv.eval.needle_task import NeedleTask, longest_frame, make_sample, stack
 from scaleinv.files import locked, read_object, remove_leftovers, write_json
+from scaleinv.machine import Precision
 from scaleinv.model import GPT
 from scaleinv.train import Diverged, TrainConfig, checkpoint, optim, store
 from scaleinv.train.logs import Metrics, Progress
@@ -45,6 +46,7 @@ class NeedleTraining:
     """Steps over which the samples then grow to the task's length, by the same factor in each step."""
     rate: float = 1.0
     """Factor on the learning rates of pretraining."""
+    precision: Precision = "auto"
     seed: int | None = None
     """Of the samples; None for the run's own."""
     checkpoint_every: int = 25
@@ -59,6 +61,8 @@ class NeedleTraining:
             value = getattr(self, name)
             if not (isinstance(value, int) and value >= 0) and not (name == "seed" and value is None):
                 raise ValueError(f"{name} must be an integer and not negative, got {value!r}")
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {self.precision!r}")
         if self.warmup + self.decay > self.steps:
             raise ValueError(
                 f"warmup and decay must fit into steps={self.steps}, got {self.warmup} and {self.decay} steps"
@@ -76,8 +80,9 @@ class NeedleTraining:
         return cls(steps=800, warmup=30, decay=350, sequences=16, short=450, growth=200)
 
     def to_json(self) -> dict[str, Any]:
-        """What the result depends on."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if not name.endswith("_every")}
+        """What the result depends on; a precision of "auto" is left out, as in files from before there was a choice."""
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if not name.endswith("_every")}
+        return kept if self.precision != "auto" else {name: kept[name] for name in kept if name != "precision"}
 
     def scaled(self, steps: int) -> NeedleTraining:
         """The same training in another number of steps: warm-up, decay and the rest take the same shares."""
@@ -201,7 +206,7 @@ def _gradients(
     loss = torch.zeros((), device=device)
     right = torch.zeros((), device=device)
     for part, where in micro_batches(tokens, mask, device=device, tokens=config.micro_tokens):
-        with precision(device):
+        with precision(device, training.precision):
             logits, targets = answer_logits(model, part, where)
         piece = F.cross_entropy(logits, targets, reduction="sum") / count
         piece.backward()

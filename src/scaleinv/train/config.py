@@ -97,6 +97,9 @@ class TrainConfig:
     context_layout: Literal["zigzag", "contiguous"] = setting(
         "zigzag", "how they share it: zigzag balances causal work", group="machine", resume=True
     )
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "arithmetic of training; auto is bfloat16 on a GPU and float32 on a CPU", group="machine", resume=True
+    )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp", "how torchrun's ranks share the model", group="machine", resume=True
     )

@@ -187,7 +187,7 @@ class _Run:
     def _announce(self, step: int) -> None:
         config, here = self.config, self.here
         probe = torch.zeros(1, config.model.heads, 1, config.model.head_dim, device=here.device, requires_grad=True)
-        with precision(here.device):
+        with precision(here.device, config.precision):
             call = plain_call(probe, probe, probe)
             backend = registry.choose("auto", call, in_blocks=here.context is not None).name
         ranks = f", {here.size} ranks ({config.parallel})" if here.size > 1 else ""
@@ -248,7 +248,7 @@ class _Run:
         for number, (x, y) in enumerate(parts):
             ids = here.document_ids(x, self.corpus.train.end_of_text) if config.document_masks else None
             with accumulating(self.forward, last=number == len(parts) - 1):
-                with precision(here.device):
+                with precision(here.device, config.precision):
                     loss = self.forward(x, y, document_ids=ids).sum() / inputs.numel()
                 loss.backward()
             total += loss.detach()

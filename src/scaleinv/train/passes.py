@@ -7,10 +7,13 @@ import contextlib
 import torch
 from torch import Tensor
 
+from scaleinv.machine import Precision, arithmetic
 
-def precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context in which a model computes in bfloat16 on a GPU (weights stay in float32), and unchanged on a CPU."""
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else contextlib.nullcontext()
+
+def precision(device: torch.device, asked: Precision = "auto") -> contextlib.AbstractContextManager[object]:
+    """A context in which a model whose weights are float32 computes in another precision, if that is asked for."""
+    lower = arithmetic(asked, device.type) == "bfloat16"
+    return torch.autocast(device.type, torch.bfloat16) if lower else contextlib.nullcontext()
 
 
 def micro_batches(*tensors: Tensor, device: torch.device, tokens: int | None) -> list[tuple[Tensor, ...]]:

@@ -44,6 +44,7 @@ def match(
 
     Args:
         windows: the tokens ``[B, N]`` of a step that are this rank's.
+        teacher: the stock model; where it is in bfloat16, the model computes in it too.
         rows: windows per forward pass.
         path: written whole, when all steps are done; a killed run begins again.
     """
@@ -96,8 +97,8 @@ def layer_errors(model: Any, teacher: Any, inputs: Tensor, scale: float) -> Tens
 
     with _hooked(teacher, record), torch.no_grad():
         teacher.base_model(input_ids=inputs, use_cache=False)
-    kind = inputs.device.type
-    with _hooked(model, compare), torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+    lower = teacher.dtype == torch.bfloat16
+    with _hooked(model, compare), torch.autocast(inputs.device.type, torch.bfloat16, enabled=lower):
         model.base_model(input_ids=inputs, use_cache=False)
     return torch.stack(errors).mean()
 

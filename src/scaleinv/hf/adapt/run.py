@@ -33,7 +33,7 @@ from scaleinv.hf.convert import load_tokenizer
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hf.stretch import trained_length
 from scaleinv.hub import check_source
-from scaleinv.machine import cpu_name
+from scaleinv.machine import arithmetic, cpu_name
 from scaleinv.progress import Progress, silent
 from scaleinv.train.distributed import World, world
 from scaleinv.train.store import check_writable
@@ -138,6 +138,7 @@ class _Work:
             "corpus_sha256": self.data.sha256,
             "train_length": self.train_length,
             "training_tokens": config.training_tokens,
+            "precision": arithmetic(config.precision, self.here.device.type),
             **{name: getattr(config, name) for name in kept},
         }
 

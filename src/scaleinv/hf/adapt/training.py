@@ -26,7 +26,7 @@ from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.hf.convert import conversion
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hub import reason
-from scaleinv.machine import is_about_memory
+from scaleinv.machine import arithmetic, is_about_memory
 from scaleinv.progress import Progress, Report, clock
 from scaleinv.train.distributed import World
 
@@ -195,10 +195,10 @@ def train(
     model = load_pretrained(config.model)
     dtype, use_cache = model.dtype, getattr(model.config, "use_cache", None)
     on_gpu = here.device.type == "cuda"
-    if not (on_gpu and config.lora):
+    kind = getattr(torch, arithmetic(config.precision, here.device.type))
+    if kind == torch.float32 or not config.lora:
         model.float()
     as_variant(model, name, config, steps.length)
-    kind = torch.bfloat16 if on_gpu else torch.float32
     stock = functools.partial(load_teacher, config.model, here.device, kind)
     trained = _with_lora(model, config.lora) if config.lora else model
     label, matching = f"{name} seed {seed}", steps.matching(config, name)
@@ -228,7 +228,7 @@ def train(
         adam_beta2=0.95,
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",  # the windows are in random order already
-        bf16=on_gpu,
+        bf16=kind == torch.bfloat16,
         use_cpu=not on_gpu,
         fsdp=True if config.fsdp else None,  # type: ignore[arg-type]  # its annotation is older; FSDP2, layer by layer
         fsdp_config={"activation_checkpointing": config.gradient_checkpointing} if config.fsdp else None,
