@@ -1,7 +1,7 @@
 """Training speed: the scale-invariant model beside the same model with RoPE and torch's own attention (SDPA).
 
-All take optimiser steps in turn in one process, the scale-invariant one also in bfloat16; the table gives tokens per second and the ratio of the medians. Cases:
-the mini preset, and one block of the 162m preset at 4,096 tokens.
+All take optimiser steps in turn in one process, the scale-invariant one also in bfloat16; the table gives tokens per
+second and the ratio of the medians. Cases: the mini preset, and one block of the 162m preset at 4,096 tokens.
 
     python benchmarks/training.py
 
