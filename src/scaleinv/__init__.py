@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from scaleinv import plots as plots
     from scaleinv import reports as reports
     from scaleinv import train as train
-    from scaleinv.logits import ALiBi, DistanceTable, LogitTransform, LogN, Plain, ScaleInvariant
+    from scaleinv.logits import (
+        ALiBi,
+        DistanceTable,
+        FittedScaleInvariant,
+        LogitTransform,
+        LogN,
+        Plain,
+        ScaleInvariant,
+    )
     from scaleinv.model import GPT, GPTConfig, KVCache
     from scaleinv.ops.api import attention, which_backend
     from scaleinv.ops.certified import CertifiedCache
@@ -32,7 +40,8 @@ __getattr__, __dir__ = lazy.attach(
     {
         **dict.fromkeys(("attention", "which_backend"), "ops.api"),
         "CertifiedCache": "ops.certified",
-        **dict.fromkeys(("ALiBi", "DistanceTable", "LogN", "LogitTransform", "Plain", "ScaleInvariant"), "logits"),
+        **dict.fromkeys(("ALiBi", "DistanceTable", "FittedScaleInvariant", "LogN", "LogitTransform"), "logits"),
+        **dict.fromkeys(("Plain", "ScaleInvariant"), "logits"),
         **dict.fromkeys(("GPT", "GPTConfig", "KVCache"), "model"),
         **dict.fromkeys(("methods", "rotary", "schedule"), ""),
         **dict.fromkeys(("analysis", "data", "distributed", "eval", "hf"), ""),
@@ -45,6 +54,7 @@ __all__ = [
     "ALiBi",
     "CertifiedCache",
     "DistanceTable",
+    "FittedScaleInvariant",
     "GPTConfig",
     "KVCache",
     "LogN",

@@ -26,6 +26,8 @@ class Variant:
     logits: Literal["plain", "scale-invariant"]
     p_rope: bool = False
     """The rotary's low frequencies are set to zero."""
+    fitted: bool = False
+    """The scale-invariant logits are fitted to the mean and variance of the stock model's scores."""
     stretch: bool = False
     """Beyond the trained length the rotary is slowed by YaRN's frequencies; plain logits get its attention factor."""
     trained_as: str | None = None
@@ -44,6 +46,16 @@ VARIANTS: dict[str, Variant] = {
         "scale-invariant",
         stretch=True,
         trained_as="scale-invariant",
+    ),
+    "scale-invariant-fitted": Variant(
+        "scale-invariant logits fitted to each head's scores, the model's own rotary", "scale-invariant", fitted=True
+    ),
+    "scale-invariant-fitted+yarn": Variant(
+        "the trained scale-invariant-fitted model, YaRN's frequencies beyond its trained length",
+        "scale-invariant",
+        fitted=True,
+        stretch=True,
+        trained_as="scale-invariant-fitted",
     ),
     "scale-invariant-p-rope": Variant(
         "scale-invariant logits and p-RoPE, the paper's method", "scale-invariant", p_rope=True

@@ -185,6 +185,41 @@ class ScaleInvariant(_FixedTables):
         return f"tau={tau}, alpha={self.alpha:.6g}, beta={self.beta:.6g}, learnable={self.learnable}"
 
 
+class FittedScaleInvariant(_FixedTables):
+    """Scale-invariant attention for scores of any mean and variance: `scaleinv.schedule.fitted_coefficients`.
+
+    With mean 0 and variance 1 it is `ScaleInvariant`. Models that were trained without QK-norm have other scores.
+
+    Args:
+        mean, variance: of the scores of each query head.
+        tau: the lengthscale in tokens, which all heads share.
+    """
+
+    def __init__(self, mean: Sequence[float] | Tensor, variance: Sequence[float] | Tensor, tau: float = schedule.TAU):
+        super().__init__()
+        schedule.check_parameters(tau, schedule.HEIGHT, schedule.HEIGHT)
+        # Plain numbers, not buffers: a cast of the model must not round them.
+        self.mean, self.variance = (torch.as_tensor(x, dtype=torch.float64).tolist() for x in (mean, variance))
+        for name, values in (("mean", self.mean), ("variance", self.variance)):
+            if not isinstance(values, list) or not all(isinstance(value, float) for value in values):
+                raise ValueError(f"{name} must hold one number for each head, got {values}")
+        schedule.check_moments(self.mean, self.variance)
+        if len(self.mean) != len(self.variance):
+            raise ValueError(
+                f"mean and variance must have as many heads, got {len(self.mean)} and {len(self.variance)}"
+            )
+        self.heads, self.tau = _positive_int("heads", len(self.mean)), float(tau)
+
+    def compute(self, distance: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = (
+            torch.tensor(x, dtype=torch.float64, device=distance.device)[:, None] for x in (self.mean, self.variance)
+        )
+        return schedule.unchecked_fitted_coefficients(distance, self.tau, mean, variance)
+
+    def extra_repr(self) -> str:
+        return f"tau={self.tau:g}, mean={self.mean}, variance={self.variance}"
+
+
 class LogN(Plain):
     """LogN / SSMax (Nakanishi 2025, arXiv 2501.19399): L = s_h · log(n) · S, with s_h learned.
 

@@ -63,6 +63,51 @@ def coefficients(
     return scale.to(dtype or torch.float64), shift.to(dtype or torch.float64)
 
 
+def fitted_coefficients(
+    t: Any, mean: Any, variance: Any, tau: Any = TAU, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scale a_t and shift m_t for scores ``S ~ N(mean, variance)``, which leave the nearest tokens alone.
+
+    This is Theorem 1 for the standardised score: with ``alpha = exp(variance / 2)`` and ``beta = variance * alpha``
+
+        a_t = sqrt(1 + 2 log(1 + t/tau) / variance)        m_t = (1 - a_t) mean - 2 log(1 + t/tau)
+
+    and then ``E[exp L] = exp(mean + variance / 2) / (t/tau + 1)``, ``E[L exp L] = (mean + variance) E[exp L]``. Scores
+    of a large variance single out keys as they are, and need less sharpening; `coefficients`, made for a variance of 1,
+    would give ranges of them a share that grows with the distance as soon as the variance exceeds 2.
+
+    Args:
+        t, tau, dtype: as for `coefficients`.
+        mean, variance: of the scores; they broadcast against ``t``.
+
+    >>> a, m = fitted_coefficients(90, mean=0.0, variance=1.0)
+    >>> a == coefficients(90)[0], m == coefficients(90)[1]
+    (tensor(True), tensor(True))
+    """
+    check_parameters(tau, HEIGHT, HEIGHT)
+    check_moments(mean, variance)
+    moments = (torch.as_tensor(x, dtype=torch.float64) for x in (mean, variance))
+    scale, shift = unchecked_fitted_coefficients(_distances(t), _lengthscale(tau), *moments)
+    return scale.to(dtype or torch.float64), shift.to(dtype or torch.float64)
+
+
+def check_moments(mean: Any, variance: Any) -> None:
+    """Raise ValueError unless means are finite and variances positive and finite."""
+    for name, value in (("mean", mean), ("variance", variance)):
+        known = torch.as_tensor(value, dtype=torch.float64)
+        if not bool(known.isfinite().all()) or (name == "variance" and not bool((known > 0).all())):
+            raise ValueError(f"{name} must be {'finite' if name == 'mean' else 'positive and finite'}, got {value}")
+
+
+def unchecked_fitted_coefficients(
+    distance: Tensor, tau: Tensor | float, mean: Tensor, variance: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`fitted_coefficients` of valid float64 distances."""
+    fall = 2 * torch.log1p(distance / tau)
+    scale = (1 + fall / variance).sqrt()
+    return scale, (1 - scale) * mean - fall
+
+
 def unchecked_coefficients(distance: Tensor, tau: Tensor | float, alpha: float, beta: float) -> tuple[Tensor, Tensor]:
     """`coefficients` of valid float64 distances: it never inspects the data, so it can be traced."""
     ratio = beta / alpha

@@ -1,7 +1,6 @@
 """Queries and keys of Hugging Face models: every decoder-only model that `scaleinv.hf` can convert.
 
-During the capture, a stock model runs as a conversion to plain logits: the same function, computed by our attention,
-which knows the geometry (such as a sliding window) and needs no N × N mask. A converted model runs as it is.
+The capture itself is `scaleinv.hf.scores.observed`.
 
 Queries and keys before the rotary embedding are seen when the model calls ``apply_rotary_pos_emb`` or a function of a
 similar name, as almost all of transformers does: during the capture these functions record their calls. What they
@@ -18,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from scaleinv import hf
 from scaleinv.analysis.capture import Consume, Layer
-from scaleinv.hf.attention import attention_forward
-from scaleinv.hf.config import ATTENTION
 from scaleinv.hf.mask import Regular
+from scaleinv.hf.scores import observed
 
 _ROTARY = "apply_rotary"
 """How the names of transformers' rotary functions begin."""
@@ -35,25 +32,13 @@ Pair = tuple[Tensor, Tensor]
 def capture_hf(model: PreTrainedModel, tokens: Tensor, consume: Consume) -> None:
     """`scaleinv.analysis.capture` for a Hugging Face model."""
     _check_length(model, tokens.shape[1])
-    stock = hf.conversion(model) is None
-    if stock:
-        hf.convert(model, logits="plain", p=None)
-    try:
-        text = model.config.get_text_config()
-        with _notes(model) as notes:
+    with _notes(model) as notes:
 
-            def forward(module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
-                if module.config is text:
-                    mask = rest[1] if len(rest) > 1 else options.get("attention_mask")
-                    consume(_layer(module, query, key, mask, notes.take(module, query, key), options))
-                return attention_forward(module, query, key, *rest, **options)
+        def see(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:
+            consume(_layer(module, query, key, mask, notes.take(module, query, key), options))
 
-            AttentionInterface.register(ATTENTION, forward)
+        with observed(model, see):
             model.base_model(input_ids=tokens.to(model.device), use_cache=False)
-    finally:
-        AttentionInterface.register(ATTENTION, attention_forward)
-        if stock:
-            hf.revert(model)
 
 
 def training_length(model: PreTrainedModel) -> int:

@@ -6,6 +6,7 @@ Importing this registers our attention, mask, rotary types and config with trans
     model.save_pretrained("out")            AutoModelForCausalLM.from_pretrained("out") brings it back
     scaleinv.hf.check(model)                tests it: cached = full, padded = unpadded, packed = split
     scaleinv.hf.stretch_to(model, 4096)     with stretch="yarn": open contexts for that many tokens
+    scaleinv.hf.measure_scores(model, x)    means and variances of its scores, for convert(model, fit=...)
     scaleinv.hf.CertifiedCache(1e-3)        a cache for generate that reads only the keys which matter
 """
 
@@ -26,6 +27,7 @@ from scaleinv.hf.convert import conversion, convert, convert_folder, revert
 from scaleinv.hf.gpt import export
 from scaleinv.hf.lm_eval import lm_eval_main
 from scaleinv.hf.mask import attention_mask
+from scaleinv.hf.scores import measure_scores
 from scaleinv.hf.settings import Settings
 from scaleinv.hf.stretch import stretch_to
 
@@ -49,6 +51,7 @@ __all__ = [
     "convert_folder",
     "export",
     "lm_eval_main",
+    "measure_scores",
     "revert",
     "stretch_to",
 ]

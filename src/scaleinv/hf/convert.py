@@ -13,7 +13,7 @@ from scaleinv import schedule
 from scaleinv.hf import config as configs
 from scaleinv.hf import rope
 from scaleinv.hf import stretch as stretching
-from scaleinv.hf.settings import HeadFactors, Logits, Settings, Stretch, calibration_rows
+from scaleinv.hf.settings import Fit, HeadFactors, Logits, Settings, Stretch, calibration_rows, fit_rows
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hub import reason
 
@@ -27,6 +27,7 @@ def convert(
     train_length: int | None = None,
     calibration: HeadFactors | None = None,
     stretch: Stretch | None = None,
+    fit: Fit | None = None,
 ) -> PreTrainedModel:
     """Give a decoder-only model scale-invariant attention, in place; the weights stay as they are.
 
@@ -48,6 +49,9 @@ def convert(
             ``train_length``, without YaRN's attention factor, because the logits sharpen with the distance already;
             with ``logits="plain"`` it is YaRN with that factor. Each context is stretched once, when it is opened: see
             `scaleinv.hf.stretch` and `stretch_to`.
+        fit: means and variances of the scores, each ``[layers, query heads]``, as `scaleinv.hf.measure_scores` gives
+            them: the scale-invariant logits of each head are made for scores like these, where the paper's are made
+            for mean 0 and variance 1. Models that were trained without QK-norm are far from that.
 
     Returns:
         The model itself.
@@ -57,6 +61,9 @@ def convert(
     text = _convertible(model)
     if calibration is not None:
         calibration = calibration_rows(calibration, text.num_hidden_layers, text.num_attention_heads)
+    mean, variance = (None, None)
+    if fit is not None:
+        mean, variance = fit_rows(fit, text.num_hidden_layers, text.num_attention_heads)
     lengthened = logits == "logn" or stretch is not None
     if lengthened and train_length is None:
         train_length = text.max_position_embeddings if stretch is None else stretching.trained_length(text)
@@ -66,6 +73,8 @@ def convert(
         p=None if p is None else float(p),
         train_length=train_length if lengthened else None,
         calibration=calibration,
+        score_mean=mean,
+        score_variance=variance,
         stock_attention=text._attn_implementation,
         stretch=stretch,
     )

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from scaleinv import schedule
-from scaleinv.logits import LogitTransform, Plain, ScaleInvariant
+from scaleinv.logits import FittedScaleInvariant, LogitTransform, Plain, ScaleInvariant
 
 Logits: TypeAlias = Literal["scale-invariant", "logn", "plain"]
 Stretch: TypeAlias = Literal["yarn"]
 HeadFactors: TypeAlias = Tensor | Sequence[Sequence[float]] | Mapping[int, Any]
 """A factor per layer and query head; `scaleinv.analysis.Calibration` is one such mapping."""
+
+Fit: TypeAlias = Sequence[Tensor | Sequence[Sequence[float]]]
+"""Means and variances of the scores, each ``[layers, query heads]``: `scaleinv.hf.measure_scores` gives them."""
+
+_TABLES = ("calibration", "score_mean", "score_variance")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +35,10 @@ class Settings:
     """With logits="logn": where L = S. With a stretch: the tokens beyond which it acts."""
     calibration: tuple[tuple[float, ...], ...] | None = None
     """Factors of the scores, one row for each layer and one number for each query head."""
+    score_mean: tuple[tuple[float, ...], ...] | None = None
+    """Mean of the scores, one row for each layer and one number for each query head."""
+    score_variance: tuple[tuple[float, ...], ...] | None = None
+    """Their variance; with both, the scale-invariant logits are fitted to them."""
     stock_attention: str = "sdpa"
     """What `scaleinv.hf.revert` goes back to."""
     stretch: Stretch | None = None
@@ -55,23 +64,38 @@ class Settings:
             if not all(math.isfinite(factor) for factor in row):
                 raise ValueError(f"calibration must be finite, got {row}")
 
+        if (self.score_mean is None) != (self.score_variance is None):
+            raise ValueError("score_mean and score_variance go together: give both or none")
+        if self.score_mean is not None and self.score_variance is not None:
+            if self.logits != "scale-invariant" or self.calibration is not None:
+                raise ValueError("fit goes with logits='scale-invariant' and without calibration")
+            schedule.check_moments(self.score_mean, self.score_variance)
+
+    @property
+    def fit(self) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]] | None:
+        """Mean and variance of the scores that the logits are fitted to, as `scaleinv.hf.convert` takes them."""
+        if self.score_mean is None or self.score_variance is None:
+            return None
+        return self.score_mean, self.score_variance
+
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Settings:
         """The inverse of `to_dict`; an unknown key raises ValueError: a newer scaleinv wrote it."""
         unknown = set(values) - {field.name for field in dataclasses.fields(Settings)}
         if unknown:
             raise ValueError(f"this scaleinv does not know the conversion settings {sorted(unknown)}: update it")
-        calibration = values.get("calibration")
-        rows = None if calibration is None else tuple(tuple(row) for row in calibration)
-        return Settings(**{**values, "calibration": rows})
+        rows = {name: tuple(tuple(row) for row in values[name]) for name in _TABLES if values.get(name) is not None}
+        return Settings(**{**values, **rows})
 
     def to_dict(self) -> dict[str, Any]:
         """For config.json."""
         values = dataclasses.asdict(self)
-        if self.calibration is not None:
-            values["calibration"] = [list(row) for row in self.calibration]
-        if self.stretch is None:  # versions from before the stretch read the others
-            del values["stretch"]
+        for name in _TABLES:
+            if values[name] is not None:
+                values[name] = [list(row) for row in values[name]]
+        for name in ("stretch", "score_mean", "score_variance"):  # earlier versions read what does without them
+            if values[name] is None:
+                del values[name]
         return values
 
     def transforms(self) -> tuple[LogitTransform, ...]:
@@ -80,6 +104,9 @@ class Settings:
         if self.logits == "logn":
             assert self.train_length is not None
             slope = 1 / math.log(self.train_length)
+        if self.fit is not None:
+            rows = zip(*self.fit, strict=True)
+            return tuple(FittedScaleInvariant(mean, variance, self.tau) for mean, variance in rows)
         tables = ScaleInvariant(self.tau) if self.logits == "scale-invariant" else Plain()
         if self.calibration is None:
             return (tables if slope is None else Scaled(tables, None, slope),)
@@ -111,6 +138,19 @@ class Scaled(LogitTransform):
         if self.slope is None:
             return factors.expand(-1, -1, count.shape[-1])
         return factors * (self.slope * count.clamp_min(1).to(torch.float32).log()[:, None, :])
+
+
+def fit_rows(fit: Fit, layers: int, heads: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Check means and variances and bring both to ``layers`` rows of ``heads`` numbers."""
+    if len(fit) != 2:
+        raise ValueError(f"fit must hold the means and the variances of the scores, got {len(fit)} parts")
+    tables = [torch.as_tensor(part, dtype=torch.float64) for part in fit]
+    for name, table in zip(("means", "variances"), tables, strict=True):
+        if table.shape != (layers, heads):
+            raise ValueError(
+                f"the {name} of fit must have shape [layers, heads] = [{layers}, {heads}], got {list(table.shape)}"
+            )
+    return tuple(tuple(tuple(row) for row in table.tolist()) for table in tables)
 
 
 def calibration_rows(calibration: HeadFactors, layers: int, heads: int) -> tuple[tuple[float, ...], ...]:

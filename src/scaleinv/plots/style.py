@@ -56,6 +56,8 @@ VARIANTS: dict[str, Look] = {
     "scale-invariant+yarn": dataclasses.replace(
         METHODS["scale-invariant-rope+yarn"], label="Scale-invariant, YaRN frequencies"
     ),
+    "scale-invariant-fitted": Look("Scale-invariant, fitted", "#33BBEE", "s", "--"),
+    "scale-invariant-fitted+yarn": Look("Scale-invariant, fitted, YaRN frequencies", "#0077BB", "D"),
 }
 
 # The logit transforms alone, as in theory: they take the colour of a method that has them.

@@ -28,7 +28,7 @@ from scaleinv.hf.adapt import folders
 from scaleinv.hf.adapt.data import Splits, load_splits
 from scaleinv.hf.adapt.measure import losses_by_length
 from scaleinv.hf.adapt.training import Steps, require_peft, train
-from scaleinv.hf.adapt.variants import as_variant, check_lengths, check_variants, stretched_from
+from scaleinv.hf.adapt.variants import as_variant, check_lengths, check_variants, measure_fit, stretched_from
 from scaleinv.hf.convert import load_tokenizer
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hf.stretch import trained_length
@@ -128,6 +128,8 @@ class _Work:
             f"{config.model}: {sum(x.numel() for x in self.stock.parameters()):,} parameters; {config.data}: "
             f"{self.data.train.total:,} tokens to train on, {self.data.val.total:,} held out"
         )
+        known = min(self.train_length, getattr(text, "max_position_embeddings", None) or self.train_length)
+        self.fit = measure_fit(self.stock.to(here.device), config, self.data.train, known)
 
     def identity(self) -> dict[str, Any]:
         """What the trained models depend on."""
@@ -167,7 +169,7 @@ class _Work:
         checkpoints = out / folders.CHECKPOINTS / folder.name
         making = folders.making(folder)
         data, steps, here = self.data.train, self.steps, self.here
-        lines = train(self.config, name, seed, data, steps, here, checkpoints, making, self.progress)
+        lines = train(self.config, name, seed, data, steps, here, checkpoints, making, self.progress, self.fit)
         gc.collect()  # Trainer and its model refer to each other, and the next model needs the memory
         if here.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -199,7 +201,7 @@ class _Work:
         """The loss of a model as a variant, unless it is known."""
         if self._done(out, name, seed):
             return
-        as_variant(model, name, self.config, self.train_length)
+        as_variant(model, name, self.config, self.train_length, self.fit)
         label = f"{name} seed {seed}" if out == Path(self.config.out) else f"{name} before training"
         found = losses_by_length(model, self.data.val, self.lengths, self.tokens, self.here, label, self.progress)
         result = Evaluation(name, seed, trained_as(name), self.train_length, None, None, self.tokens, found)
@@ -209,7 +211,7 @@ class _Work:
         """A folder for a variant that only acts at inference."""
         folder = folders.model_folder(out, name, seed)
         if not folder.exists():
-            as_variant(model, name, self.config, self.train_length)
+            as_variant(model, name, self.config, self.train_length, self.fit)
             source = folders.model_folder(out, trained_as(name), seed)
             folders.link_folder(source, folder, model.config.save_pretrained)
 

@@ -24,6 +24,7 @@ from scaleinv.hf.adapt.data import Windows
 from scaleinv.hf.adapt.matching import load_matched, match
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.hf.convert import conversion
+from scaleinv.hf.settings import Fit
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hub import reason
 from scaleinv.machine import arithmetic, is_about_memory
@@ -183,6 +184,7 @@ def train(
     folder: Path,
     out: Path,
     progress: Progress,
+    fit: Fit | None = None,
 ) -> list[dict[str, Any]]:
     """Train a variant and save it to ``out``, with its weights in the type that they had; returns a line per step.
 
@@ -190,6 +192,7 @@ def train(
 
     Args:
         folder: for checkpoints. If there is one, training goes on from it.
+        fit: as for `as_variant`.
     """
     set_seed(seed)  # of dropout, and of LoRA's first matrices
     model = load_pretrained(config.model)
@@ -198,7 +201,7 @@ def train(
     kind = getattr(torch, arithmetic(config.precision, here.device.type))
     if kind == torch.float32 or not config.lora:
         model.float()
-    as_variant(model, name, config, steps.length)
+    as_variant(model, name, config, steps.length, fit)
     stock = functools.partial(load_teacher, config.model, here.device, kind)
     trained = _with_lora(model, config.lora) if config.lora else model
     label, matching = f"{name} seed {seed}", steps.matching(config, name)

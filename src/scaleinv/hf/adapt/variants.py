@@ -6,16 +6,27 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from scaleinv.adaptation import BASE, AdaptConfig, variant
+from scaleinv.data import TokenData
 from scaleinv.hf import rope
 from scaleinv.hf.convert import conversion, convert, revert
+from scaleinv.hf.scores import measure_scores
+from scaleinv.hf.settings import Fit
 from scaleinv.hf.stretch import trained_length
 
+MEASURED = 8192
+"""Tokens on which scores are measured, but at least four windows."""
 
-def as_variant(model: Any, name: str, config: AdaptConfig, train_length: int) -> Any:
-    """Convert a model, in place, from whatever variant it is to another one."""
+
+def as_variant(model: Any, name: str, config: AdaptConfig, train_length: int, fit: Fit | None = None) -> Any:
+    """Convert a model, in place, from whatever variant it is to another one.
+
+    Args:
+        fit: means and variances of the stock model's scores, for the variants that are fitted to them.
+    """
     found = variant(name)
     if conversion(model) is not None:
         revert(model)
@@ -27,6 +38,7 @@ def as_variant(model: Any, name: str, config: AdaptConfig, train_length: int) ->
         tau=config.tau,
         p=config.p if found.p_rope else None,
         stretch="yarn" if found.stretch else None,
+        fit=fit if found.fitted else None,
         train_length=stretched_from(model.config.get_text_config(), train_length) if found.stretch else None,
     )
 
@@ -42,12 +54,26 @@ def check_variants(model: Any, config: AdaptConfig, train_length: int) -> None:
         raise ValueError(f"{config.model} is converted already ({conversion(model)}): adapt the stock model")
     for name in config.names:
         try:
-            as_variant(model, name, config, train_length)
+            as_variant(model, name, config, train_length, _unit(model))
         except ValueError as error:
             raise ValueError(f"variant {name!r} is not possible with {config.model}: {error}") from error
         finally:
             if conversion(model) is not None:
                 revert(model)
+
+
+def measure_fit(model: Any, config: AdaptConfig, data: TokenData, length: int) -> Fit | None:
+    """Means and variances of the stock model's scores on some of the training text; None if no variant needs them."""
+    if not any(variant(name).fitted for name in config.names):
+        return None
+    return measure_scores(model, data.batch(0, max(4, MEASURED // length), length, seed=0)[0])
+
+
+def _unit(model: Any) -> Fit:
+    """Means of 0 and variances of 1."""
+    text = model.config.get_text_config()
+    shape = text.num_hidden_layers, text.num_attention_heads
+    return torch.zeros(shape), torch.ones(shape)
 
 
 def check_lengths(config: PreTrainedConfig, lengths: Iterable[int], source: str) -> None:
