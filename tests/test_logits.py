@@ -19,6 +19,7 @@ MAKE = {
     "scale-invariant": lambda: scaleinv.ScaleInvariant(tau=3.0),
     "scale-invariant-heads": lambda: scaleinv.ScaleInvariant([1.0, 2.0, 30.0]),
     "learnable": lambda: scaleinv.ScaleInvariant([1.0, 2.0, 30.0], learnable=True),
+    "fitted": lambda: scaleinv.FittedScaleInvariant([-1.0, 0.0, 2.0], [0.5, 1.0, 9.0], tau=3.0),
     "logn": lambda: scaleinv.LogN(3),
     "alibi": lambda: scaleinv.ALiBi(3),
     "table": lambda: scaleinv.DistanceTable(torch.rand(3, 40), nn.Parameter(torch.rand(1, 40))),
@@ -138,7 +139,7 @@ class TestModule:
 
     def test_what_a_checkpoint_holds(self):
         held = {name: sorted(make().state_dict()) for name, make in MAKE.items()}
-        fixed = ("plain", "scale-invariant", "scale-invariant-heads", "alibi")
+        fixed = ("plain", "scale-invariant", "scale-invariant-heads", "fitted", "alibi")
         learnt = {"learnable": ["log_tau"], "logn": ["scale"], "table": ["scale", "shift"]}
         assert held == {name: [] for name in fixed} | learnt
 
@@ -288,3 +289,32 @@ class TestErrors:
         logits.counts = "visible"
         with pytest.raises(NotImplementedError, match="query_gain"):
             logits.query_gain(torch.ones(1, 1))
+
+
+class TestFitted:
+    def test_each_head_has_the_coefficients_of_its_scores(self):
+        a, m = tables(scaleinv.FittedScaleInvariant([-1.0, 2.0], torch.tensor([0.5, 9.0]), tau=3.0))
+        for head, (mean, variance) in enumerate(((-1.0, 0.5), (2.0, 9.0))):
+            expected = scaleinv.schedule.fitted_coefficients(torch.arange(a.shape[1]), mean, variance, 3.0)
+            torch.testing.assert_close(torch.stack([a[head], m[head]]), torch.stack(expected), atol=0, rtol=0)
+
+    def test_standard_scores_give_scale_invariant_logits(self):
+        for found, expected in zip(
+            tables(scaleinv.FittedScaleInvariant([0.0], [1.0])), tables(scaleinv.ScaleInvariant()), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize(
+        ("mean", "variance", "message"),
+        [
+            ([], [], "heads must be a positive integer"),
+            ([0.0], [1.0, 1.0], "as many heads, got 1 and 2"),
+            ([0.0], [0.0], "variance must be positive and finite"),
+            ([math.nan], [1.0], "mean must be finite"),
+            (0.0, [1.0], "mean must hold one number for each head"),
+            ([[0.0]], [1.0], "mean must hold one number for each head"),
+        ],
+    )
+    def test_nonsense_is_refused_by_name(self, mean, variance, message):
+        with pytest.raises(ValueError, match=message):
+            scaleinv.FittedScaleInvariant(mean, variance)

@@ -34,6 +34,33 @@ def test_theorem_1(t, given):
     assert schedule.expected_negentropy(t, tau, alpha, beta).item() == pytest.approx(beta / (t / tau + 1), rel=1e-12)
 
 
+@hypothesis.given(t=distances, tau=positive, mean=st.floats(-20, 20), variance=st.floats(1e-2, 1e2))
+def test_theorem_1_for_scores_of_any_mean_and_variance(t, tau, mean, variance):
+    """The logit is Gaussian, so its weight has a closed form; both it and its negentropy fall off as they should."""
+    a, m = (x.item() for x in schedule.fitted_coefficients(t, mean, variance, tau))
+    center, spread = a * mean + m, a * a * variance
+    fall = math.log1p(t / tau)
+    assert center + spread / 2 == pytest.approx(mean + variance / 2 - fall, rel=1e-9, abs=1e-9)
+    assert center + spread == pytest.approx(mean + variance, rel=1e-9, abs=1e-9)
+    # The theorem itself, for the standardised score, and the score's own mean put back.
+    height = math.exp(min(variance, 50) / 2)
+    if variance <= 50:
+        scale, shift = (x.item() for x in schedule.coefficients(t, tau, height, variance * height))
+        assert a == pytest.approx(scale / math.sqrt(variance), rel=1e-9)
+        assert m == pytest.approx(shift + (1 - a) * mean, rel=1e-9, abs=1e-9)
+
+
+def test_fitted_coefficients_leave_the_nearest_token_alone_and_refuse_nonsense():
+    a, m = schedule.fitted_coefficients(torch.zeros(2), torch.tensor([-3.0, 5.0]), torch.tensor([8.0, 0.5]))
+    assert torch.equal(a, torch.ones(2, dtype=torch.float64))
+    assert torch.equal(m, torch.zeros(2, dtype=torch.float64))
+    for mean, variance, name in ((0.0, 0.0, "variance"), (0.0, [1.0, -1.0], "variance"), (math.inf, 1.0, "mean")):
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            schedule.fitted_coefficients(1, mean, variance)
+    with pytest.raises(ValueError, match="tau must be positive"):
+        schedule.fitted_coefficients(1, 0.0, 1.0, 0.0)
+
+
 @hypothesis.given(t=distances | st.floats(0, 1e7), tau=positive)
 def test_default_form(t, tau):
     a, m = schedule.coefficients(t, tau)

@@ -158,7 +158,8 @@ def test_windows_come_in_the_seeds_order_once_per_epoch(tmp_path: Path) -> None:
 def test_losses_are_those_of_a_plain_forward(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks with a cache, in rows, and at once: the same numbers, with the stretch of the window's length."""
     asked = AdaptConfig(model="m")
-    model = as_variant(small_model(initializer_range=0.3), name, asked, 32)
+    fit = torch.full((2, 4), -1.0), torch.full((2, 4), 3.0)
+    model = as_variant(small_model(initializer_range=0.3), name, asked, 32, fit)
     tokens = torch.randint(2, VOCABULARY, (257,), generator=torch.Generator().manual_seed(0))
     write_shard(tmp_path / "a.bin", tokens.numpy())
     data = TokenData([tmp_path / "a.bin"], 0)
@@ -171,6 +172,20 @@ def test_losses_are_those_of_a_plain_forward(name: str, tmp_path: Path, monkeypa
             expected = F.cross_entropy(logits.flatten(0, 1), tokens[1:], reduction="none").reshape(-1, at.length)
             torch.testing.assert_close(torch.tensor(at.losses), expected.mean(1), atol=2e-6, rtol=1e-5)
             assert at.mean == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotaries_that_depend_on_the_length_read_windows_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
+    rotary = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, **factors}
+    model = small_model(rope_parameters=rotary, initializer_range=0.3)
+    tokens = torch.randint(2, VOCABULARY, (1, 65))
+    losses = []
+    for chunk in (16, 5000):
+        monkeypatch.setattr(measure, "LOGITS", chunk * VOCABULARY)
+        with torch.no_grad():
+            losses.append(measure.Reader(model)(tokens[:, :-1], tokens[:, 1:]))
+    assert torch.equal(*losses)
 
 
 def test_distillation_is_the_divergence_from_the_teacher() -> None:

@@ -73,6 +73,34 @@ def test_another_model_needs_another_folder(asked: dict[str, Any], tmp_path: Pat
         run(asked)
 
 
+def test_a_folder_that_does_not_say_its_precision_is_of_the_usual_one(asked: dict[str, Any]) -> None:
+    run(asked)
+    path = Path(asked["out"]) / folders.CLAIM
+    held = json.loads(path.read_text())
+    del held["precision"]
+    path.write_text(json.dumps(held))
+    with pytest.raises(ValueError, match="precision=float32, but precision=bfloat16 is asked for"):
+        run(asked, variants="p-rope", precision="bfloat16")
+    run(asked)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"holds models, but no adapt\.json that says what they are of"):
+        run(asked)
+
+
+def test_the_report_pairs_what_the_summary_holds(asked: dict[str, Any]) -> None:
+    """A later command with fewer held-out tokens and other lengths: evaluations of the earlier one do not mix in."""
+    both = {"variants": "stock,p-rope", "val_tokens": 512}
+    run(asked, **both, seeds=2, lengths="1x,2x")
+    found = run(asked, **{**both, "val_tokens": 64}, lengths="1x,4x")
+    results = read_results(Path(asked["out"]))
+    table = results.tables["differences"]
+    assert table is not None
+    for record in table.records:
+        assert record["length"] in ("1x", "4x")
+        means = [found.loss[name][record["length"]].value for name in ("p-rope", "stock")]
+        assert record["difference"] == pytest.approx(means[0] - means[1], abs=1e-5)
+
+
 def test_a_half_precision_teacher_has_the_stock_models_rotary(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     stock, teacher = load_pretrained(folder), load_teacher(str(folder), HERE.device, torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,8 +85,14 @@ def test_half_written_checkpoints_are_not_used(tmp_path: Path) -> None:
     for step, state in ((1, '{"global_step": 1}'), (2, '{"global_step": 2'), (3, None), (4, '{"global_step": 3}')):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
+        for name in ("optimizer.pt", "scheduler.pt"):
+            (folder / name).touch()
         if state is not None:
             (folder / "trainer_state.json").write_text(state)
+    for step, lost in ((5, "optimizer.pt"), (6, "scheduler.pt")):
+        folder = shutil.copytree(tmp_path / "checkpoint-1", tmp_path / f"checkpoint-{step}")
+        (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+        (folder / lost).unlink()
     assert newest(tmp_path) == tmp_path / "checkpoint-1"
     remove_unfinished(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]

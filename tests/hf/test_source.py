@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import scaleinv.hf
@@ -40,3 +41,18 @@ def test_a_damaged_folder_is_named(damage: str, stock: Callable[[str], PreTraine
     with pytest.raises(ValueError, match=rf"{tmp_path} cannot be loaded: \S") as found:
         load_pretrained(tmp_path)
     assert "\n" not in str(found.value)
+
+
+def test_missing_weights_are_named_and_not_drawn_at_random(
+    stock: Callable[[str], PreTrainedModel], tmp_path: Path
+) -> None:
+    stock("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.self_attn.q_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{tmp_path} lacks weights .*: model.layers.1.self_attn.q_proj.weight$"):
+        load_pretrained(tmp_path)
+    change(tmp_path / "config.json", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"lacks weights that its config asks for: .* and 7 more"):
+        load_pretrained(tmp_path)

@@ -180,6 +180,18 @@ def test_generating_with_a_cache_is_generating_without(text: Tensor, options: di
     assert [state.room for state in stretch.states(model)] == [None]
 
 
+def test_an_assistant_answers_in_the_context_of_the_answer(text: Tensor) -> None:
+    """`generate` inside of `generate`: the greedy answer is that without an assistant."""
+    model = stretched(make_hf("llama"))
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(text[:1, :10], attention_mask=torch.ones(1, 10, dtype=torch.long), **options)
+    found = model.generate(
+        text[:1, :10], attention_mask=torch.ones(1, 10, dtype=torch.long), assistant_model=model, **options
+    )
+    assert torch.equal(found, expected)
+    assert [state.room for state in stretch.states(model)] == [None]
+
+
 def test_cached_logits_equal_the_forward_at_the_same_stretch(text: Tensor) -> None:
     model = stretched(make_hf("llama"))
     answer = model.generate(

@@ -90,3 +90,26 @@ def test_compiles_decoding_with_a_static_cache(stock: Stock, tokens: Tensor) -> 
         for place in range(36, 40):
             step = compiled(tokens[:, place : place + 1], past_key_values=cache).logits
             torch.testing.assert_close(step[:, 0], expected[:, place], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dropout"), [("gemma2", 0.0), ("llama", 0.1), ("gpt_neox", 0.1), ("gpt_oss", 0.1)]
+)
+def test_autocast_trains_what_has_a_soft_cap_or_dropout(stock: Stock, model_type: str, dropout: float) -> None:
+    """Under bfloat16 autocast the gradients are those of float32, but for rounding."""
+    gradients = {}
+    for enabled in (False, True):
+        model = stock(model_type)
+        model.config.attention_dropout = dropout
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = dropout
+        scaleinv.hf.convert(model, p=None).train()
+        torch.manual_seed(0)
+        tokens = torch.randint(0, 61, (2, 24))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        gradients[enabled] = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
+    assert gradients[True].isfinite().all()
+    assert (gradients[True] - gradients[False]).norm() < 0.1 * gradients[False].norm()

@@ -59,6 +59,9 @@ TRANSFORMS = {
     "plain": lambda heads, length: scaleinv.Plain(),
     "scale-invariant": lambda heads, length: scaleinv.ScaleInvariant(tau=3.0),
     "scale-invariant-heads": lambda heads, length: scaleinv.ScaleInvariant(_taus(heads), alpha=1.2, beta=0.7),
+    "fitted": lambda heads, length: scaleinv.FittedScaleInvariant(
+        [0.5 - h for h in range(heads)], [0.3 + 2.0 * h for h in range(heads)], tau=3.0
+    ),
     "learnable": lambda heads, length: scaleinv.ScaleInvariant(_taus(heads), heads=heads, learnable=True),
     "logn-visible": lambda heads, length: scaleinv.LogN(heads, scale=0.7),
     "logn-context": lambda heads, length: scaleinv.LogN(heads, scale=0.7, counts="context"),

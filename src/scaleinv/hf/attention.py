@@ -13,6 +13,7 @@ from scaleinv.hf.mask import MARKED, Regular
 from scaleinv.logits import LogitTransform
 from scaleinv.ops.api import attention
 from scaleinv.ops.hidden import scores, weighted
+from scaleinv.ops.precision import no_autocast
 
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi")
 """Arguments with which some models change the scores: ignoring one would be silently wrong."""
@@ -79,7 +80,8 @@ def attention_forward(
                 f"{_describe(attention_mask)}. Pass the model a 2-D attention_mask, or none; a ready-made 4-D mask "
                 "and models that do not build masks with transformers.masking_utils are not supported"
             )
-        out = by_distance(query, key, value, logits, distance, scale, softcap, s_aux, dropout)
+        with no_autocast(query.device):  # its products are float32, forward and backward
+            out = by_distance(query, key, value, logits, distance, scale, softcap, s_aux, dropout)
     return out.transpose(1, 2).contiguous(), None
 
 

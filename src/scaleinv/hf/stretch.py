@@ -274,14 +274,15 @@ def _attaching(post_init: Callable[..., None]) -> Callable[..., None]:
 def _announcing(generate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generate)
     def wrapped(self: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        found = list(states(self))
-        for state in found:
-            state.room = _room(self, inputs, generation_config, kwargs)
+        found = [(state, state.room) for state in states(self)]
+        for state, outer in found:  # an assistant, even this model, answers inside of an answer, which has the room
+            if outer is None:
+                state.room = _room(self, inputs, generation_config, kwargs)
         try:
             return generate(self, inputs, generation_config, *args, **kwargs)
         finally:
-            for state in found:
-                state.room = None
+            for state, outer in found:
+                state.room = outer
 
     return wrapped
 

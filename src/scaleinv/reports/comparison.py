@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from pathlib import Path
 
 from scaleinv.analysis.paired import paired_differences, read_evaluations, seed_losses
+from scaleinv.eval.loss import Evaluation
 from scaleinv.eval.summary import SUMMARY, SWEEP, Summary, lengths_of, read_summary, read_sweep
 from scaleinv.files import write_text
 from scaleinv.lengths import label as length_label
@@ -54,6 +55,9 @@ def write_report(folder: Path, *, base: str | None = None, progress: Callable[[s
     for table in results.tables.values():
         if table:
             table.save(folder / "tables")
+    if results.tables["differences"] is None:  # one of an earlier report would pass for this one's
+        for path in (folder / "tables").glob("differences.*"):
+            path.unlink()
     for chart in results.charts.values():
         if chart:
             progress(f"drawing {chart.name}")
@@ -80,7 +84,7 @@ def read_results(folder: Path, base: str | None = None) -> Results:
     if base is not None and base not in summary.loss:
         raise ValueError(f"base must be a method of {folder / SUMMARY} ({', '.join(summary.loss)}), got {base!r}")
     length, unit = summary.train_length, Unit.of(summary.settings)
-    evaluations = [found for found in read_evaluations(folder / "evaluations") if found.method in summary.loss]
+    evaluations = _current(read_evaluations(folder / "evaluations"), summary)
     curves = compare.read_curves(folder / "curves")
     sweep = read_sweep(folder / SWEEP, length) if (folder / SWEEP).exists() else {}
     losses = seed_losses(evaluations)
@@ -102,6 +106,22 @@ def read_results(folder: Path, base: str | None = None) -> Results:
         "sweep": tables.sweep_table(sweep, length, unit) if sweep else None,
     }
     return Results(summary, charts, found, needle.read_depths(folder / "needle", length))
+
+
+def _current(evaluations: Iterable[Evaluation], summary: Summary) -> list[Evaluation]:
+    """What the summary's losses are made of: earlier commands may have left other lengths and counts of tokens."""
+    tokens = summary.settings.get("validation_tokens")
+    found = []
+    for one in evaluations:
+        lengths = {
+            label: at
+            for label, at in one.lengths.items()
+            if label in summary.loss.get(one.method, {})
+            and (not isinstance(tokens, int) or at.windows == tokens // at.length)
+        }
+        if lengths:
+            found.append(dataclasses.replace(one, lengths=lengths))
+    return found
 
 
 def _parameters(summary: Summary) -> dict[str, int]:

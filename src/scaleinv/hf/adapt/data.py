@@ -149,19 +149,19 @@ def _tokenised(
 def _opened(folder: Path, start: int, vocabulary: int) -> dict[str, TokenData]:
     meta = read_object(folder / META)
     found: dict[str, TokenData] = {}
-    for split, known in meta.get("splits", {}).items():
+    splits = meta.get("splits")
+    for split, known in splits.items() if isinstance(splits, dict) else ():
         path = folder / f"{split}.npy"
         try:
             found[split] = ModelTokens(path, start)
-            whole = found[split].sha256 == known["sha256"]
+            whole, highest = found[split].sha256 == known["sha256"], int(known["highest"])
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise UnreadableFile(path, f"cannot be read ({error})") from error
         if not whole:
             raise UnreadableFile(path, "does not hold the tokens that were written")
-        if known["highest"] >= vocabulary:
+        if highest >= vocabulary:
             raise ValueError(
-                f"the tokenizer gives id {known['highest']}, but the model has {vocabulary:,} ids: they do not belong "
-                "together"
+                f"the tokenizer gives id {highest}, but the model has {vocabulary:,} ids: they do not belong together"
             )
     if not found:
         raise UnreadableFile(folder / META, "names no split")

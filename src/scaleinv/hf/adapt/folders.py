@@ -29,10 +29,16 @@ CLAIM = "adapt.json"
 CHECKPOINTS = "checkpoints"
 
 
-def claim(out: Path, settings: Mapping[str, Any]) -> None:
-    """Note what a folder's models are made of; ValueError if it holds models of something else."""
+def claim(out: Path, settings: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Note what a folder's models are made of; ValueError if it holds models of something else.
+
+    Args:
+        before: what folders were made with that do not say it, from before there was a choice.
+    """
     path = out / CLAIM
-    held = read_object(path, f"choose another out than {out}, or delete it") if path.exists() else {}
+    if not path.exists() and any((out / "models").glob("*")):
+        raise ValueError(f"{out} holds models, but no {CLAIM} that says what they are of: choose another out")
+    held = {**before, **read_object(path, "choose another out")} if path.exists() else {}
     for name, value in settings.items():
         if name in held and held[name] != value:
             raise ValueError(

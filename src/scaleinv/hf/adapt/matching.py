@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import get_linear_schedule_with_warmup
 
-from scaleinv.files import replacing
+from scaleinv.files import UnreadableFile, replacing
 from scaleinv.hf.convert import uses_interface
+from scaleinv.hub import reason
 from scaleinv.progress import Progress, Report
 from scaleinv.train.distributed import World
 
@@ -112,10 +113,13 @@ def attention_weights(model: Any) -> dict[str, nn.Parameter]:
 def load_matched(model: Any, path: Path) -> list[dict[str, float]]:
     """Give a model the weights that `match` wrote; returns the error of each step, and its tokens per second."""
     weights = attention_weights(model)
-    with safe_open(path, "pt") as file, torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(file.get_tensor(name))
-        return json.loads(file.metadata()["steps"])
+    try:
+        with safe_open(path, "pt") as file, torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(file.get_tensor(name))
+            return json.loads(file.metadata()["steps"])
+    except (SafetensorError, KeyError, TypeError, RuntimeError, ValueError) as error:
+        raise UnreadableFile(path, f"holds no matched weights ({reason(error)})", "delete it to match again") from error
 
 
 def _write(path: Path, weights: dict[str, Tensor], lines: list[dict[str, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from scaleinv.data import TokenData
-from scaleinv.hf import stretch
+from scaleinv.hf import rope, stretch
 from scaleinv.progress import Progress, Report
 from scaleinv.train.distributed import World
 from scaleinv.train.validation import LengthLoss, loss_at_length
 
 LOGITS = 1 << 26
 """Logits in memory at a time (256 MB in float32): long windows are read in chunks, with a cache."""
+
+WHOLE = ("dynamic", "longrope")
+"""Rotary types whose frequencies depend on how much was read so far: a window is read at once, with all its logits."""
 
 
 class Reader(nn.Module):
@@ -25,7 +29,9 @@ class Reader(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.chunk = max(16, LOGITS // model.config.get_text_config().vocab_size)
+        text = model.config.get_text_config()
+        turns_anew = any(values.get("rope_type") in WHOLE for _, values in rope.flat(text))
+        self.chunk = sys.maxsize if turns_anew else max(16, LOGITS // text.vocab_size)
 
     def forward(self, inputs: Tensor, targets: Tensor, document_ids: None = None) -> Tensor:
         """Losses ``[B, N]`` in nats of tokens ``[B, N]``."""

@@ -65,7 +65,8 @@ def adapt(config: AdaptConfig, progress: Progress = silent, command: str | None 
         here.on_first(check_writable, out)
         here.on_first(lambda: stack.enter_context(locked(out)))
         check_shared(out, here)
-        here.on_first(folders.claim, out, work.identity())
+        usual = {"precision": arithmetic("auto", here.device.type)}
+        here.on_first(folders.claim, out, work.identity(), usual)
         here.on_first(folders.remove_leftovers, out)
         return work.run(out, command)
 
@@ -235,7 +236,7 @@ class _Work:
         stretches = any(variant(name).stretch for name in config.names)
         return {
             "command": command,
-            "data": absolute_spec(config.data) if Path(config.data).exists() else config.data,
+            "data": absolute_spec(config.data),
             "val_data": config.val_data,
             **self.identity(),
             "batch_tokens": self.steps.tokens,

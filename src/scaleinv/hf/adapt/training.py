@@ -309,7 +309,9 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _finished(checkpoint: Path) -> bool:
-    """Whether `Trainer` wrote its state, which comes last."""
+    """Whether `Trainer` wrote its state, which comes last, and what it needs to go on is still there."""
+    if not (checkpoint / "scheduler.pt").exists() or not any(checkpoint.glob("optimizer*")):
+        return False
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
         return state["global_step"] == _step(checkpoint)

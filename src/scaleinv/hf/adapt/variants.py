@@ -28,6 +28,8 @@ def as_variant(model: Any, name: str, config: AdaptConfig, train_length: int, fi
         fit: means and variances of the stock model's scores, for the variants that are fitted to them.
     """
     found = variant(name)
+    if found.fitted and fit is None:
+        raise ValueError(f"variant {name!r} needs the means and variances of the stock model's scores")
     if conversion(model) is not None:
         revert(model)
     if name == BASE:
