@@ -148,26 +148,12 @@ class AdaptConfig:
         "the stock model teaches: match its predictions in place of the text; stock itself still learns from the text",
         group="attention",
     )
-    anneal: float = setting(
-        0.0,
-        "share of the steps over which tau falls from 100,000 (nearly plain attention)",
-        group="attention",
-        least=0,
-        most=1,
-    )
     anneal_rotary: float = setting(
         0.0,
         "share of the steps over which the frequencies that p-RoPE drops fall to zero",
         group="attention",
         least=0,
         most=1,
-    )
-    match: float = setting(
-        0.0,
-        "share of the steps that first fit each attention layer to the stock model's",
-        group="attention",
-        least=0,
-        below=1,
     )
     device: str = setting("auto", "auto, cpu or cuda")
 
@@ -181,11 +167,6 @@ class AdaptConfig:
         if self.device.startswith("cuda:"):
             raise ValueError(
                 f"device must be auto, cpu or cuda, got {self.device!r}: choose a GPU with CUDA_VISIBLE_DEVICES"
-            )
-        if self.match and (self.anneal or self.anneal_rotary):
-            raise ValueError(
-                "match goes without anneal and anneal_rotary: it fits the layers to the attention at the end of an "
-                f"annealing, got match {self.match}, anneal {self.anneal}, anneal_rotary {self.anneal_rotary}"
             )
         if self.fsdp and self.lora:
             raise ValueError(f"fsdp goes without lora: it shards weights that are all trained, got lora {self.lora}")

@@ -1,8 +1,8 @@
 """`scaleinv adapt`, killed where a test wants it; and with --fsdp also on CPUs.
 
-With DIE_AT=5 in the environment rank 0 dies when the checkpoint of step 5 is written; with DIE_AT=0, when matching is
-done. accelerate shards over accelerators only, so for --fsdp it is told that CPU ranks are some. Everything else is
-real: FSDP2 over Gloo, `Trainer`, checkpoints, the gathered folder.
+With DIE_AT=5 in the environment rank 0 dies when the checkpoint of step 5 is written. accelerate shards over
+accelerators only, so for --fsdp it is told that CPU ranks are some. Everything else is real: FSDP2 over Gloo,
+`Trainer`, checkpoints, the gathered folder.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ from scaleinv.cli import main
 from scaleinv.hf.adapt.training import Watcher
 
 _init = PartialState.__init__
-_begin = Watcher.on_train_begin
 
 
 def _as_accelerators(self: PartialState, *arguments: Any, **options: Any) -> None:
     _init(self, *arguments, **options)
     if self.distributed_type == DistributedType.MULTI_CPU:
         self.distributed_type = DistributedType.MULTI_GPU
-
-
-def _begin_or_die(self: Watcher, args: Any, state: Any, control: Any, **given: Any) -> None:
-    _begin(self, args, state, control, **given)
-    _die(state)
 
 
 def _check_and_die(self: Watcher, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -46,6 +40,5 @@ def _die(state: Any) -> None:
 if __name__ == "__main__":
     if "--fsdp" in sys.argv:
         PartialState.__init__ = _as_accelerators  # type: ignore[method-assign]
-    Watcher.on_train_begin = _begin_or_die  # type: ignore[method-assign]
     Watcher.on_save = _check_and_die  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:]))

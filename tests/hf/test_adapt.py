@@ -25,7 +25,7 @@ from scaleinv.eval.summary import read_summary
 from scaleinv.files import read_lines
 from scaleinv.hf.adapt import adapt, measure
 from scaleinv.hf.adapt import data as texts
-from scaleinv.hf.adapt.training import Steps, anneal, annealed, divergence, set_tau
+from scaleinv.hf.adapt.training import Steps, anneal, divergence
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.train.distributed import World
 
@@ -66,10 +66,7 @@ def test_variants_share_trained_models() -> None:
         ({"lengths": "4y"}, "lengths must read like 4x"),
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lora": 0}, "lora must be a positive integer, got 0"),
-        ({"anneal": 1.5}, "anneal must be a number from 0 to 1, got 1.5"),
         ({"anneal_rotary": -0.1}, "anneal_rotary must be a number from 0 to 1, got -0.1"),
-        ({"match": 1.0}, "match must be a number from 0 to 1, 1 excluded, got 1.0"),
-        ({"match": 0.1, "anneal": 0.5}, "match goes without anneal and anneal_rotary: .* got match 0.1, anneal 0.5"),
         ({"fsdp": True, "lora": 8}, "fsdp goes without lora: .* got lora 8"),
         ({"device": "cuda:1"}, "device must be auto, cpu or cuda, got 'cuda:1': .* CUDA_VISIBLE_DEVICES"),
         ({"model": " "}, "model must be a folder or the id"),
@@ -95,9 +92,6 @@ def test_steps_use_all_tokens_on_any_number_of_ranks() -> None:
     with pytest.raises(ValueError, match="16 windows of 128 tokens per step, which 3 ranks cannot share"):
         Steps.of(asked, 128, 3)
     assert Steps.of(dataclasses.replace(asked, batch_tokens=5), 128, 1).tokens == 128
-    with pytest.raises(ValueError, match=r"match 0\.1 of 5 steps is not one whole step"):
-        Steps.of(dataclasses.replace(asked, match=0.1), 128, 1)
-    assert Steps.of(dataclasses.replace(asked, match=0.2), 128, 1).matching(asked, "stock") == 0
 
 
 # Data
@@ -197,27 +191,10 @@ def test_distillation_is_the_divergence_from_the_teacher() -> None:
     assert divergence(teacher, teacher).abs() < 1e-6
 
 
-def test_tau_falls_from_nearly_plain_to_its_value() -> None:
-    asked = AdaptConfig(model="m", anneal=0.5, tau=10.0)
-    taus = [annealed(step, asked, 100) for step in range(100)]
-    assert taus[0] == 1e5
-    assert taus[25] == pytest.approx(1e3)
-    assert set(taus[50:]) == {10.0}
-    assert taus == sorted(taus, reverse=True)
-    model = as_variant(small_model(), "scale-invariant-p-rope", asked, 32)
-    set_tau(model, 77.0)
-    conversion = scaleinv.hf.conversion(model)
-    assert conversion is not None
-    assert (conversion.tau, conversion.p) == (77.0, 0.5)
-    stock = small_model()
-    set_tau(stock, 77.0)
-    assert scaleinv.hf.conversion(stock) is None
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_dropped_frequencies_fade(model_type: str) -> None:
     """From exactly the stock rotary to exactly p-RoPE, by the step alone: a resumed run is where it was."""
-    asked = AdaptConfig(model="m", anneal=0.5, anneal_rotary=0.5)
+    asked = AdaptConfig(model="m", anneal_rotary=0.5)
     ends = [as_variant(small_model(model_type), name, asked, 32) for name in ("stock", "scale-invariant-p-rope")]
     model = as_variant(small_model(model_type), "scale-invariant-p-rope", asked, 32)
     seen = []
@@ -307,11 +284,9 @@ def test_architectures(model_type: str, tmp_path: Path) -> None:
     "changes",
     [
         {"distill": True},
-        {"anneal": 0.5, "anneal_rotary": 0.5},
-        {"match": 0.5},
+        {"anneal_rotary": 0.5},
         {"gradient_checkpointing": True},
         {"precision": "bfloat16", "distill": True},
-        {"precision": "bfloat16", "match": 0.5},
     ],
     ids="-".join,
 )
@@ -326,21 +301,14 @@ def test_ways_to_train(folders: tuple[Path, Path], tmp_path: Path, changes: dict
     assert torch.equal(frequencies(trained), frequencies(converted))
     lines = read_lines(tmp_path / "out" / "curves" / "scale-invariant-p-rope-seed0.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = [line["loss"] for line in lines]
     assert (losses[0] < 0.1) if changes.get("distill") else (losses[-1] < losses[0])  # close to its teacher at once
-    errors = [line["matching"] for line in lines if "matching" in line]
-    assert len(errors) == (2 if changes.get("match") else 0)
-    stock = read_lines(tmp_path / "out" / "curves" / "stock-seed0.jsonl")
-    assert [line["step"] for line in stock if "loss" in line] == [1, 2, 3, 4]  # it has nothing to match
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.5], ids=["text", "match"])
-def test_lora_trains_few_weights_and_leaves_a_plain_folder(
-    folders: tuple[Path, Path], tmp_path: Path, share: float
-) -> None:
+def test_lora_trains_few_weights_and_leaves_a_plain_folder(folders: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    asked = config(*folders, tmp_path / "out", variants="scale-invariant", lora=2, match=share)
+    asked = config(*folders, tmp_path / "out", variants="scale-invariant", lora=2)
     adapt(asked)
     before = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "models" / "scale-invariant-seed0")
@@ -413,7 +381,6 @@ def absolute(folder: Path) -> None:
             "is converted already",
         ),
         (None, {"distill": True, "train_length": 64, "lengths": "1x"}, "the stock model teaches at up to 32 tokens"),
-        (None, {"match": 0.5, "train_length": 64, "lengths": "1x"}, "match: the stock model teaches at up to 32"),
         (None, {"fsdp": True, "device": "cpu"}, "fsdp needs several ranks on GPUs .* got 1 on cpu"),
     ],
 )

@@ -19,7 +19,7 @@ from scaleinv.files import locked, read_lines
 from scaleinv.hf.adapt.training import newest, remove_unfinished
 
 pytestmark = pytest.mark.slow
-NAME = "scale-invariant-seed0"
+NAME = "scale-invariant-fitted-seed0"
 WORKER = str(Path(__file__).with_name("adapt_worker.py"))
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -31,8 +31,9 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model, data = model_folder(tmp_path / "model", attention_dropout=0.1), text_folder(tmp_path / "text")
     size = "--tokens 3072 --batch-tokens 256 --micro-tokens 64 --train-length 32 --val-tokens 512 --lengths 1x,4x"
-    some = "--variants scale-invariant,scale-invariant+yarn --checkpoint-every 1 --no-report --lr 0.01 --device cpu"
-    return ["-m", "scaleinv", "adapt", str(model), "--data", str(data), *size.split(), *some.split()]
+    some = "--variants scale-invariant-fitted,scale-invariant-fitted+yarn --lr 0.01"
+    rest = "--checkpoint-every 1 --no-report --device cpu"
+    return ["-m", "scaleinv", "adapt", str(model), "--data", str(data), *f"{size} {some} {rest}".split()]
 
 
 def run(words: list[str], out: Path) -> None:
@@ -44,10 +45,9 @@ def run(words: list[str], out: Path) -> None:
     [
         ((), (3, 8)),
         (("--lora", "2"), (5,)),
-        (("--anneal", "0.6", "--anneal-rotary", "0.6", "--distill", "--variants", "scale-invariant-p-rope"), (5,)),
-        (("--match", "0.4", "--variants", "scale-invariant-p-rope"), (0, 2)),
+        (("--anneal-rotary", "0.6", "--distill", "--variants", "scale-invariant-p-rope"), (5,)),
     ],
-    ids=["weights", "lora", "annealed", "matched"],
+    ids=["weights", "lora", "annealed"],
 )
 def test_killed_runs_resume_bit_for_bit(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple, kills: tuple
@@ -56,11 +56,11 @@ def test_killed_runs_resume_bit_for_bit(
     if "--lora" in extra:
         pytest.importorskip("peft")
     words += extra
-    names = extra[-1:] if "--variants" in extra else ("scale-invariant", "scale-invariant+yarn")
+    names = extra[-1:] if "--variants" in extra else ("scale-invariant-fitted", "scale-invariant-fitted+yarn")
     folder = f"{names[0]}-seed0"
     run(words, tmp_path / "whole")
     out = tmp_path / "killed"
-    for wanted in kills:  # after different steps; 0 is after matching
+    for wanted in kills:  # after different steps
         monkeypatch.setenv("DIE_AT", str(wanted))
         with pytest.raises(subprocess.CalledProcessError) as died:
             run([WORKER, *words[2:]], out)
@@ -75,7 +75,7 @@ def test_killed_runs_resume_bit_for_bit(
         both = [read_evaluation(x / "evaluations" / f"{name}-seed0.json") for x in (tmp_path / "whole", out)]
         assert both[0] == both[1]
     lines = [read_lines(x / "curves" / f"{folder}.jsonl") for x in (tmp_path / "whole", out)]
-    steps = [[(line["step"], line.get("loss"), line.get("matching")) for line in curve] for curve in lines]
+    steps = [[(line["step"], line["loss"]) for line in curve] for curve in lines]
     assert len(steps[0]) == 12
     assert steps[0] == steps[1]
     assert not (out / "checkpoints").exists()
@@ -121,15 +121,15 @@ def assert_same_models(folder: Path, name: str = NAME) -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    [(), ("--distill", "--variants", "stock,scale-invariant"), ("--match", "0.5")],
-    ids=["text", "distill", "match"],
+    [(), ("--distill", "--variants", "stock,scale-invariant-fitted")],
+    ids=["text", "distill"],
 )
 def test_two_ranks_are_one(words: list[str], tmp_path: Path, extra: tuple[str, ...]) -> None:
     """The same windows in each step: the same models but for the order of sums, also one after another."""
     words[3] = str(model_folder(tmp_path / "without-dropout"))
     run([*words, *extra], tmp_path / "one")
     run([*RANKS, *words, *extra], tmp_path / "two")
-    names = extra[-1].split(",") if "--variants" in extra else ["scale-invariant", "scale-invariant+yarn"]
+    names = extra[-1].split(",") if "--variants" in extra else ["scale-invariant-fitted", "scale-invariant-fitted+yarn"]
     for name in names:
         assert_same_models(tmp_path, f"{name}-seed0")
         both = [read_evaluation(tmp_path / x / "evaluations" / f"{name}-seed0.json") for x in ("one", "two")]
@@ -140,7 +140,7 @@ def test_two_ranks_are_one(words: list[str], tmp_path: Path, extra: tuple[str, .
 def test_sharded_ranks_are_one(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 over two ranks, killed and resumed: the folder holds all weights of the model that one rank trains."""
     words[3] = str(model_folder(tmp_path / "without-dropout", tie_word_embeddings=True))
-    words += ["--variants", "scale-invariant", "--lengths", "1x"]
+    words += ["--variants", "scale-invariant-fitted", "--lengths", "1x"]
     assert main([*words[2:], "--out", str(tmp_path / "one")]) == 0
     sharded = [*RANKS, WORKER, *words[2:], "--fsdp"]
     monkeypatch.setenv("DIE_AT", "5")

@@ -102,8 +102,6 @@ def test_training_time_comes_from_the_rates() -> None:
     assert compare.Curve("rope", 0, tuple(lines)).seconds(200) == pytest.approx(20)
     assert compare.Curve("rope", 0, ({"step": 0, "loss": 1.0},)).seconds(200) is None
     assert compare.Curve("rope", 0, ()).seconds(200) is None
-    matching = [{"step": step, "matching": 0.1, "tokens_per_second": 50.0} for step in range(10)]
-    assert compare.Curve("p-rope", 0, (*matching, *lines[2:])).seconds(200) == pytest.approx(10 * 4 + 8 * 2)
 
 
 @pytest.mark.parametrize("distill", [False, True])

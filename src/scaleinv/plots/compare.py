@@ -53,7 +53,7 @@ class Curve:
 
     def seconds(self, batch_tokens: int) -> float | None:
         """How long all steps took without validation; None if most steps do not say. (The first may not.)"""
-        steps = [line for line in self.lines if "loss" in line or "matching" in line]
+        steps = [line for line in self.lines if "loss" in line]
         rates = [rate for line in steps if isinstance(rate := line.get("tokens_per_second"), (int, float)) and rate > 0]
         if len(rates) <= len(steps) / 2:
             return None

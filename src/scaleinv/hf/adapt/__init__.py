@@ -7,7 +7,6 @@
 
 - `data`      text and shards as the model's own tokens
 - `variants`  a model converted to a variant
-- `matching`  a warm start of a model's attention layers
 - `training`  continued training of one model, resumed after a kill
 - `measure`   loss by length
 - `folders`   what is done, and what it was done with

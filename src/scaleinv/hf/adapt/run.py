@@ -98,10 +98,9 @@ class _Work:
         self.train_length = config.train_length or min(trained_length(text), LONGEST_DEFAULT)
         self.lengths = lengths.parse(config.lengths, self.train_length)
         check_lengths(text, [self.train_length, *self.lengths.values()], config.model)
-        teaches = "distill" if config.distill else "match" if config.match else None
-        if teaches and self.train_length > trained_length(text):
+        if config.distill and self.train_length > trained_length(text):
             raise ValueError(
-                f"{teaches}: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
+                f"distill: the stock model teaches at up to {trained_length(text):,} tokens, its trained length, "
                 f"got train_length {self.train_length:,}"
             )
         check_variants(self.stock, config, self.train_length)
@@ -135,7 +134,7 @@ class _Work:
     def identity(self) -> dict[str, Any]:
         """What the trained models depend on."""
         config = self.config
-        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal", "anneal_rotary", "match")
+        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal_rotary")
         return {
             "model_sha256": fingerprint(self.stock),
             "corpus_sha256": self.data.sha256,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import shutil
@@ -18,10 +17,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from scaleinv.adaptation import BASE, AdaptConfig
 from scaleinv.data import TokenData
 from scaleinv.distributed import RankLost
-from scaleinv.hf import config as configs
 from scaleinv.hf import rope
 from scaleinv.hf.adapt.data import Windows
-from scaleinv.hf.adapt.matching import load_matched, match
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.hf.convert import conversion
 from scaleinv.hf.settings import Fit
@@ -30,9 +27,6 @@ from scaleinv.hub import reason
 from scaleinv.machine import arithmetic, is_about_memory
 from scaleinv.progress import Progress, Report, clock
 from scaleinv.train.distributed import World
-
-PLAIN_TAU = 1e5
-"""Where annealing starts: over a few thousand tokens, attention with this lengthscale is nearly plain."""
 
 LEAST_REST = 1e-3
 """Where the factor of fading frequencies ends, to become 0: over a few thousand tokens, they hardly turn any more."""
@@ -61,20 +55,12 @@ class Steps:
         most = max(1, config.micro_tokens // length)
         rows = max(rows for rows in range(1, own + 1) if own % rows == 0 and rows <= most)
         count = math.ceil(config.training_tokens / (windows * length))
-        if config.match and config.match * count < 1:
-            raise ValueError(
-                f"match {config.match:g} of {count} steps is not one whole step: give a larger match, or more tokens"
-            )
         return cls(count, windows, rows, length)
 
     @property
     def tokens(self) -> int:
         """Tokens per step."""
         return self.windows * self.length
-
-    def matching(self, config: AdaptConfig, name: str) -> int:
-        """How many of the steps match layers first; the stock model has nothing to match."""
-        return 0 if name == BASE else int(config.match * self.count)
 
 
 class AdaptTrainer(Trainer):
@@ -138,40 +124,21 @@ class Watcher(TrainerCallback):
         )
 
 
-def annealed(step: int, config: AdaptConfig, steps: int) -> float:
-    """The lengthscale at a step: it falls geometrically over the first ``anneal`` of all steps."""
-    share = _passed(step, config.anneal, steps)
-    return config.tau if share == 1.0 else PLAIN_TAU ** (1 - share) * config.tau**share
-
-
 def rest(step: int, config: AdaptConfig, steps: int) -> float:
     """What is left at a step of the frequencies that p-RoPE drops, over the first ``anneal_rotary`` of all steps.
 
     It falls geometrically: each halving of a frequency takes the same number of steps. A linear fall would leave most
     of the change to the last few, because a frequency counts by its turns over the whole context.
     """
-    share = _passed(step, config.anneal_rotary, steps)
+    share = 1.0 if config.anneal_rotary == 0 else min(1.0, step / (config.anneal_rotary * steps))
     return 0.0 if share == 1.0 else LEAST_REST**share
-
-
-def _passed(step: int, share: float, steps: int) -> float:
-    """How much of an annealing over the first ``share`` of all steps is behind."""
-    return 1.0 if share == 0 else min(1.0, step / (share * steps))
 
 
 def anneal(model: Any, step: int, config: AdaptConfig, steps: int) -> None:
     """Give a converted model the attention of a step; it depends on nothing else."""
-    set_tau(model, annealed(step, config, steps))
     settings = conversion(model)
     if config.anneal_rotary and settings is not None and settings.p is not None:
         rope.fade(model, rest(step, config, steps))
-
-
-def set_tau(model: Any, tau: float) -> None:
-    """Give a scale-invariant model another lengthscale; other models stay as they are."""
-    settings = conversion(model)
-    if settings is not None and settings.logits == "scale-invariant" and settings.tau != tau:
-        configs.apply(model.config, dataclasses.replace(configs.remove(model.config), tau=tau))
 
 
 def train(
@@ -202,31 +169,17 @@ def train(
     if kind == torch.float32 or not config.lora:
         model.float()
     as_variant(model, name, config, steps.length, fit)
-    stock = functools.partial(load_teacher, config.model, here.device, kind)
     trained = _with_lora(model, config.lora) if config.lora else model
-    label, matching = f"{name} seed {seed}", steps.matching(config, name)
-    matched: list[dict[str, float]] = []
-    if matching:
-
-        def windows_of(step: int) -> torch.Tensor:
-            return data.batch(step, steps.windows, steps.length, rank=here.rank, world=here.size, seed=seed)[0]
-
-        path = folder / "matched.safetensors"
-        if not here.any(here.first and path.exists()):
-            teacher = stock()
-            match(model, teacher, windows_of, matching, steps.rows, config.lr, here, path, label, progress)
-            del teacher
-        matched = load_matched(model, path)
-    later = dataclasses.replace(steps, count=steps.count - matching)
+    label = f"{name} seed {seed}"
     arguments = TrainingArguments(
         str(folder),
-        max_steps=later.count,
+        max_steps=steps.count,
         per_device_train_batch_size=steps.rows,
         gradient_accumulation_steps=steps.windows // here.size // steps.rows,
         gradient_checkpointing=config.gradient_checkpointing and not config.fsdp,
         learning_rate=config.lr,
         lr_scheduler_type="linear",
-        warmup_steps=later.count // 10,
+        warmup_steps=steps.count // 10,
         weight_decay=0.0,
         adam_beta2=0.95,
         max_grad_norm=1.0,
@@ -244,13 +197,13 @@ def train(
         report_to=[],
     )
     arguments._n_gpu = 1  # otherwise Trainer gives each of several visible GPUs a batch of this size
-    windows = Windows(data, steps.length, later.count * steps.windows, seed, matching * steps.windows)
+    windows = Windows(data, steps.length, steps.count * steps.windows, seed)
     trainer = AdaptTrainer(trained, arguments, train_dataset=windows)
     trainer.remove_callback(PrinterCallback)
-    watcher = Watcher(model, label, config, later, progress)
+    watcher = Watcher(model, label, config, steps, progress)
     trainer.add_callback(watcher)
     if config.distill and name != BASE:
-        trainer.teacher, trainer.loss_is_scaled_for_ga = stock(), False
+        trainer.teacher, trainer.loss_is_scaled_for_ga = load_teacher(config.model, here.device, kind), False
     here.on_first(remove_unfinished, folder)
     last = _agreed(newest(folder), folder, here)
     if last is not None:
@@ -264,7 +217,7 @@ def train(
         raise ValueError(
             f"{last} cannot be resumed from ({reason(error)}): if it is damaged, delete it to begin again"
         ) from error
-    anneal(model, later.count, config, later.count)
+    anneal(model, steps.count, config, steps.count)
     if use_cache is not None:
         model.config.use_cache = use_cache  # Trainer turns it off
     if config.lora:
@@ -274,12 +227,9 @@ def train(
         trainer.save_model(str(out))  # all ranks: the weights may be sharded
         twice = config.fsdp and model.config.tie_word_embeddings  # what is gathered holds tied weights twice
         here.on_first(_tidy, out, dtype, twice)
-    lines = [line for line in trainer.state.log_history if "loss" in line]
     kept = ("loss", "learning_rate", "tokens_per_second")
-    return [
-        *({"step": step, **line} for step, line in enumerate(matched, 1)),
-        *({"step": matching + line["step"], **{key: line.get(key) for key in kept}} for line in lines),
-    ]
+    lines = (line for line in trainer.state.log_history if "loss" in line)
+    return [{"step": line["step"], **{key: line.get(key) for key in kept}} for line in lines]
 
 
 def of_the_machine(error: Exception) -> bool:
