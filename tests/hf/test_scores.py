@@ -11,8 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import scaleinv.hf
+from hf_folders import model_folder, text_folder
 from scaleinv.analysis import score_statistics
+from scaleinv.cli import main
 from scaleinv.hf import scores
+from scaleinv.hf.adapt.variants import fit_to_text
 
 Stock = Callable[[str], PreTrainedModel]
 TEXT = torch.randint(0, 61, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -111,3 +114,15 @@ def test_scores_that_do_not_vary_are_refused(stock: Stock) -> None:
     with pytest.raises(ValueError, match="the scores of layer 1, head 0 do not vary"):
         scaleinv.hf.measure_scores(model, TEXT)
     assert scaleinv.hf.conversion(model) is None
+
+
+@pytest.mark.slow
+def test_the_command_fits_to_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, text = model_folder(tmp_path / "model"), text_folder(tmp_path / "text")
+    words = ["convert", str(folder), "--stretch", "yarn", "--fit", str(text)]
+    assert main([*words, "--out", str(tmp_path / "fitted")]) == 0
+    found = scaleinv.hf.conversion(AutoModelForCausalLM.from_pretrained(tmp_path / "fitted"))
+    assert found is not None
+    assert found.stretch == "yarn"
+    assert found.fit == tuple(tuple(map(tuple, x.tolist())) for x in fit_to_text(str(folder), str(text)))

@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         "Make a Hugging Face model scale-invariant; continue its training to let it adapt.",
         "scaleinv convert path/to/model --tau 10 --p 0.5 --out path/to/new",
         "scaleinv convert HuggingFaceTB/SmolLM2-135M --out smol-si",
-        "scaleinv convert HuggingFaceTB/SmolLM2-135M --stretch yarn --out smol-si",
+        "scaleinv convert HuggingFaceTB/SmolLM2-135M --stretch yarn --fit sotu --out smol-si",
     )
     option = parser.add_argument
     option("source", metavar="SOURCE", type=text, help="a model's folder, or its id on the hub")
@@ -33,6 +33,12 @@ def add(commands: Any) -> None:
         choices=("yarn",),
         help="keep the rotary, and slow it by YaRN's frequencies in contexts beyond the trained length",
     )
+    option(
+        "--fit",
+        type=text,
+        metavar="TEXT",
+        help="fit each head's logits to its scores on this text: sotu, stdlib, text files, folders or globs",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -47,5 +53,11 @@ def run(options: argparse.Namespace) -> None:
     check_source(options.source)  # first, because importing transformers takes seconds
     from scaleinv import hf
 
-    hf.convert_folder(options.source, options.out, tau=options.tau, p=p, stretch=options.stretch)
+    fit = None
+    if options.fit is not None:
+        from scaleinv.hf.adapt.variants import fit_to_text
+        from scaleinv.progress import Terminal
+
+        fit = fit_to_text(options.source, options.fit, Terminal())
+    hf.convert_folder(options.source, options.out, tau=options.tau, p=p, stretch=options.stretch, fit=fit)
     print(f"wrote {options.out}: load it after `import scaleinv.hf`")

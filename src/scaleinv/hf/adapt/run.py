@@ -28,7 +28,7 @@ from scaleinv.hf.adapt import folders
 from scaleinv.hf.adapt.data import Splits, load_splits
 from scaleinv.hf.adapt.measure import losses_by_length
 from scaleinv.hf.adapt.training import Steps, require_peft, train
-from scaleinv.hf.adapt.variants import as_variant, check_lengths, check_variants, measure_fit, stretched_from
+from scaleinv.hf.adapt.variants import LONGEST, as_variant, check_lengths, check_variants, measure_fit, stretched_from
 from scaleinv.hf.convert import load_tokenizer
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hf.stretch import trained_length
@@ -37,10 +37,9 @@ from scaleinv.machine import arithmetic, cpu_name
 from scaleinv.progress import Progress, silent
 from scaleinv.train.distributed import World, world
 from scaleinv.train.store import check_writable
-from scaleinv.train.validation import usable_tokens
+from scaleinv.train.validation import LengthLoss, usable_tokens
 from scaleinv.version import VERSION
 
-LONGEST_DEFAULT = 2048
 COUNTED = 65_536
 """Held-out tokens used to count the bytes per token."""
 
@@ -95,7 +94,7 @@ class _Work:
             raise ValueError(f"{config.model} has no tokenizer, which the data need")
         self.stock = load_pretrained(config.model).eval()
         text = self.stock.config.get_text_config()
-        self.train_length = config.train_length or min(trained_length(text), LONGEST_DEFAULT)
+        self.train_length = config.train_length or min(trained_length(text), LONGEST)
         self.lengths = lengths.parse(config.lengths, self.train_length)
         check_lengths(text, [self.train_length, *self.lengths.values()], config.model)
         if config.distill and self.train_length > trained_length(text):
@@ -104,6 +103,10 @@ class _Work:
                 f"got train_length {self.train_length:,}"
             )
         check_variants(self.stock, config, self.train_length)
+        stretches = any(variant(name).stretch for name in config.names)
+        self.stretched_beyond = stretched_from(text, self.train_length) if stretches else None
+        self.unstretched: dict[tuple[Path, str, int], dict[str, LengthLoss]] = {}
+        """Losses of the last model at the lengths where a stretch leaves it as it is."""
         self.steps = Steps.of(config, self.train_length, here.size)
         with here.first_goes_first():
             self.data: Splits = load_splits(
@@ -128,8 +131,8 @@ class _Work:
             f"{config.model}: {sum(x.numel() for x in self.stock.parameters()):,} parameters; {config.data}: "
             f"{self.data.train.total:,} tokens to train on, {self.data.val.total:,} held out"
         )
-        known = min(self.train_length, getattr(text, "max_position_embeddings", None) or self.train_length)
-        self.fit = measure_fit(self.stock.to(here.device), config, self.data.train, known)
+        fitted = any(variant(name).fitted for name in config.names)
+        self.fit = measure_fit(self.stock.to(here.device), self.data.train, self.train_length) if fitted else None
 
     def identity(self) -> dict[str, Any]:
         """What the trained models depend on."""
@@ -203,7 +206,14 @@ class _Work:
             return
         as_variant(model, name, self.config, self.train_length, self.fit)
         label = f"{name} seed {seed}" if out == Path(self.config.out) else f"{name} before training"
-        found = losses_by_length(model, self.data.val, self.lengths, self.tokens, self.here, label, self.progress)
+        key = (out, trained_as(name), seed)
+        same = self.unstretched.get(key, {}) if variant(name).stretch else {}
+        rest = {length: count for length, count in self.lengths.items() if length not in same}
+        found = losses_by_length(model, self.data.val, rest, self.tokens, self.here, label, self.progress)
+        found = {length: same.get(length) or found[length] for length in self.lengths}
+        if not variant(name).stretch:
+            beyond = self.stretched_beyond or 0
+            self.unstretched = {key: {length: at for length, at in found.items() if at.length <= beyond}}
         result = Evaluation(name, seed, trained_as(name), self.train_length, None, None, self.tokens, found)
         self.here.on_first(result.save, out / "evaluations")
 
@@ -231,8 +241,6 @@ class _Work:
     def settings(self, command: str | None) -> dict[str, Any]:
         """How the numbers were made, for summary.json and its page."""
         config = self.config
-        text = self.stock.config.get_text_config()
-        stretches = any(variant(name).stretch for name in config.names)
         return {
             "command": command,
             "data": absolute_spec(config.data),
@@ -242,7 +250,7 @@ class _Work:
             "model": Path(config.model).name if Path(config.model).is_dir() else config.model,
             "parameters": {name: sum(x.numel() for x in self.stock.parameters()) for name in config.served()},
             "steps": self.steps.count,
-            "stretched_beyond": stretched_from(text, self.train_length) if stretches else None,
+            "stretched_beyond": self.stretched_beyond,
             "lengths": config.lengths,
             "validation_tokens": self.tokens,
             "tokens": self._unit(),

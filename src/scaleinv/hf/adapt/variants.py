@@ -12,10 +12,16 @@ from transformers import PreTrainedConfig
 from scaleinv.adaptation import BASE, AdaptConfig, variant
 from scaleinv.data import TokenData
 from scaleinv.hf import rope
-from scaleinv.hf.convert import conversion, convert, revert
+from scaleinv.hf.adapt.data import load_splits
+from scaleinv.hf.convert import conversion, convert, load_tokenizer, revert
 from scaleinv.hf.scores import measure_scores
 from scaleinv.hf.settings import Fit
+from scaleinv.hf.source import load_pretrained
 from scaleinv.hf.stretch import trained_length
+from scaleinv.progress import Progress, silent
+
+LONGEST = 2048
+"""Tokens in a window, unless the user says."""
 
 MEASURED = 8192
 """Tokens on which scores are measured, but at least four windows."""
@@ -64,11 +70,19 @@ def check_variants(model: Any, config: AdaptConfig, train_length: int) -> None:
                 revert(model)
 
 
-def measure_fit(model: Any, config: AdaptConfig, data: TokenData, length: int) -> Fit | None:
-    """Means and variances of the stock model's scores on some of the training text; None if no variant needs them."""
-    if not any(variant(name).fitted for name in config.names):
-        return None
+def measure_fit(model: Any, data: TokenData, length: int) -> Fit:
+    """Means and variances of the stock model's scores on some windows of a text, at most as long as it was trained."""
+    length = min(length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or length)
     return measure_scores(model, data.batch(0, max(4, MEASURED // length), length, seed=0)[0])
+
+
+def fit_to_text(source: str, text: str, progress: Progress = silent) -> Fit:
+    """`measure_fit` of the model in a folder or on the hub, on text as `scaleinv adapt` takes it."""
+    model, tokenizer = load_pretrained(source).eval(), load_tokenizer(source)
+    if tokenizer is None:
+        raise ValueError(f"{source} has no tokenizer, which the text needs")
+    data = load_splits(text, None, tokenizer, model.config.get_text_config().vocab_size, progress=progress).train
+    return measure_fit(model, data, min(LONGEST, max(3, data.total // 8)))
 
 
 def _unit(model: Any) -> Fit:
