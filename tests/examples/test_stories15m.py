@@ -109,3 +109,7 @@ def test_stories_become_shards_and_are_not_sampled_twice(example: ModuleType, tm
     times = [path.stat().st_mtime_ns for path in shards]
     example.write_shards(model, tmp_path, 100)
     assert [path.stat().st_mtime_ns for path in sorted(tmp_path.iterdir())] == times
+    whole = shards[0].read_bytes()
+    shards[0].write_bytes(whole[:-1])
+    example.write_shards(model, tmp_path, 100)
+    assert shards[0].read_bytes() == whole  # a shard that was cut short is sampled anew
