@@ -92,8 +92,9 @@ def test_the_tokenizer_is_that_of_the_checkpoint(example: ModuleType, tmp_path: 
         (b"\xff" * 100, "no llama2.c checkpoint: its sizes read"),
         (checkpoint()[:5000], "the file is cut short"),
         (checkpoint()[:-40], r"ends after \d+ of 271 pieces"),
+        (checkpoint()[:-3], r"ends after 270 of 271 pieces"),
     ],
-    ids=["tiny", "other", "weights", "tokenizer"],
+    ids=["tiny", "other", "weights", "tokenizer", "the last piece"],
 )
 def test_damaged_files(example: ModuleType, data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):

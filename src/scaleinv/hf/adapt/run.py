@@ -20,7 +20,6 @@ from accelerate import DistributedType, PartialState
 
 from scaleinv import lengths
 from scaleinv.adaptation import AdaptConfig, trained_as, variant
-from scaleinv.data.documents import absolute_spec
 from scaleinv.eval.loss import Evaluation
 from scaleinv.eval.summary import Summary
 from scaleinv.files import LOCK, locked, write_text
@@ -243,7 +242,7 @@ class _Work:
         config = self.config
         return {
             "command": command,
-            "data": absolute_spec(config.data),
+            "data": config.data,
             "val_data": config.val_data,
             **self.identity(),
             "batch_tokens": self.steps.tokens,
