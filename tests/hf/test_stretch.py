@@ -192,6 +192,19 @@ def test_an_assistant_answers_in_the_context_of_the_answer(text: Tensor) -> None
     assert [state.room for state in stretch.states(model)] == [None]
 
 
+def test_an_answer_of_no_given_length_ends_where_the_model_ends(text: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate` then makes 20 tokens, but none beyond the trained length: nothing is stretched."""
+    model = stretched(make_hf("llama"))
+    model.config.max_position_embeddings = TRAINED
+    opened = []
+    room = stretch._room
+    monkeypatch.setattr(stretch, "_room", lambda *given: opened.append(room(*given)) or opened[-1])
+    for prompt in (5, TRAINED - 10):
+        mask = torch.ones(1, prompt, dtype=torch.long)
+        made = model.generate(text[:1, :prompt], attention_mask=mask, do_sample=False, eos_token_id=None)
+        assert made.shape[1] == opened[-1] <= TRAINED
+
+
 def test_cached_logits_equal_the_forward_at_the_same_stretch(text: Tensor) -> None:
     model = stretched(make_hf("llama"))
     answer = model.generate(

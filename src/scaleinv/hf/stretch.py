@@ -297,4 +297,9 @@ def _room(model: Any, inputs: Any, generation_config: Any, kwargs: dict[str, Any
         return next((x for x in values if x is not None), None)
 
     new, longest = asked("max_new_tokens"), asked("max_length")
-    return prompt + new if new is not None else longest if longest is not None else prompt + 20
+    if new is not None:
+        return prompt + new
+    if longest is not None:
+        return longest
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or prompt + 20
+    return min(prompt + 20, max(prompt, limit))  # its default, which it cuts at the model's own length
