@@ -109,17 +109,13 @@ def read_results(folder: Path, base: str | None = None) -> Results:
 
 
 def _current(evaluations: Iterable[Evaluation], summary: Summary) -> list[Evaluation]:
-    """What the summary's losses are made of: earlier commands may have left other lengths and counts of tokens."""
-    tokens = summary.settings.get("validation_tokens")
+    """The evaluations that the summary is made of; earlier commands may have left other lengths and counts of tokens."""
+    tokens = summary.settings.get("validation_tokens") if "base" in summary.settings else None
     found = []
     for one in evaluations:
-        lengths = {
-            label: at
-            for label, at in one.lengths.items()
-            if label in summary.loss.get(one.method, {})
-            and (not isinstance(tokens, int) or at.windows == tokens // at.length)
-        }
-        if lengths:
+        asked = summary.loss.get(one.method, {})
+        lengths = {label: at for label, at in one.lengths.items() if label in asked}
+        if lengths and tokens in (None, one.tokens):
             found.append(dataclasses.replace(one, lengths=lengths))
     return found
 
