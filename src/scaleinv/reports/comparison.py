@@ -109,7 +109,7 @@ def read_results(folder: Path, base: str | None = None) -> Results:
 
 
 def _current(evaluations: Iterable[Evaluation], summary: Summary) -> list[Evaluation]:
-    """The evaluations that the summary is made of; earlier commands may have left other lengths and counts of tokens."""
+    """The evaluations that the summary is made of: earlier commands may have left other lengths and token counts."""
     tokens = summary.settings.get("validation_tokens") if "base" in summary.settings else None
     found = []
     for one in evaluations:
