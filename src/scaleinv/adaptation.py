@@ -148,13 +148,6 @@ class AdaptConfig:
         "the stock model teaches: match its predictions in place of the text; stock itself still learns from the text",
         group="attention",
     )
-    anneal_rotary: float = setting(
-        0.0,
-        "share of the steps over which the frequencies that p-RoPE drops fall to zero",
-        group="attention",
-        least=0,
-        most=1,
-    )
     device: str = setting("auto", "auto, cpu or cuda")
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from scaleinv.eval.summary import read_summary
 from scaleinv.files import read_lines
 from scaleinv.hf.adapt import adapt, measure
 from scaleinv.hf.adapt import data as texts
-from scaleinv.hf.adapt.training import Steps, anneal, divergence
+from scaleinv.hf.adapt.training import Steps, divergence
 from scaleinv.hf.adapt.variants import as_variant
 from scaleinv.train.distributed import World
 
@@ -66,7 +65,6 @@ def test_variants_share_trained_models() -> None:
         ({"lengths": "4y"}, "lengths must read like 4x"),
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lora": 0}, "lora must be a positive integer, got 0"),
-        ({"anneal_rotary": -0.1}, "anneal_rotary must be a number from 0 to 1, got -0.1"),
         ({"fsdp": True, "lora": 8}, "fsdp goes without lora: .* got lora 8"),
         ({"device": "cuda:1"}, "device must be auto, cpu or cuda, got 'cuda:1': .* CUDA_VISIBLE_DEVICES"),
         ({"model": " "}, "model must be a folder or the id"),
@@ -191,32 +189,6 @@ def test_distillation_is_the_divergence_from_the_teacher() -> None:
     assert divergence(teacher, teacher).abs() < 1e-6
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_dropped_frequencies_fade(model_type: str) -> None:
-    """From exactly the stock rotary to exactly p-RoPE, by the step alone: a resumed run is where it was."""
-    asked = AdaptConfig(model="m", anneal_rotary=0.5)
-    ends = [as_variant(small_model(model_type), name, asked, 32) for name in ("stock", "scale-invariant-p-rope")]
-    model = as_variant(small_model(model_type), "scale-invariant-p-rope", asked, 32)
-    seen = []
-    for step in range(20):
-        anneal(model, step, asked, 20)
-        fresh = as_variant(small_model(model_type), "scale-invariant-p-rope", asked, 32)
-        anneal(fresh, step, asked, 20)
-        seen.append(frequencies(model))
-        assert torch.equal(seen[-1], frequencies(fresh))
-        assert fresh.config.get_text_config().settings == model.config.get_text_config().settings
-    stock, last = map(frequencies, ends)
-    assert torch.equal(seen[0], stock)
-    assert all(torch.equal(x, last) for x in seen[10:])
-    for before, after in itertools.pairwise(seen[:11]):
-        assert (after[last > 0] == last[last > 0]).all()
-        assert (after[last == 0] < before[last == 0]).all()
-    assert model.config.to_dict() == ends[1].config.to_dict()
-    for plain in (small_model(model_type), as_variant(small_model(model_type), "scale-invariant", asked, 32)):
-        anneal(plain, 5, asked, 20)
-        assert torch.equal(frequencies(plain), stock)
-
-
 def frequencies(model: Any) -> torch.Tensor:
     """All frequencies that the model's rotary modules use."""
     return torch.cat([x for name, x in model.named_buffers() if "inv_freq" in name and "original" not in name])
@@ -284,7 +256,6 @@ def test_architectures(model_type: str, tmp_path: Path) -> None:
     "changes",
     [
         {"distill": True},
-        {"anneal_rotary": 0.5},
         {"gradient_checkpointing": True},
         {"precision": "bfloat16", "distill": True},
     ],

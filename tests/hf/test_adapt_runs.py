@@ -45,9 +45,9 @@ def run(words: list[str], out: Path) -> None:
     [
         ((), (3, 8)),
         (("--lora", "2"), (5,)),
-        (("--anneal-rotary", "0.6", "--distill", "--variants", "scale-invariant-p-rope"), (5,)),
+        (("--distill", "--variants", "scale-invariant-p-rope"), (5,)),
     ],
-    ids=["weights", "lora", "annealed"],
+    ids=["weights", "lora", "distilled"],
 )
 def test_killed_runs_resume_bit_for_bit(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple, kills: tuple

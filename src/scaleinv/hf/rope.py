@@ -16,8 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PREFIX = "scaleinv-"
-REST = "rest"
-"""In ``rope_parameters``: what is left of the frequencies that p-RoPE drops, while `fade` takes them away."""
 BASE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 
 
@@ -57,7 +55,6 @@ def unwrap(parameters: dict[str, Any] | None) -> None:
         if values["rope_type"].startswith(PREFIX):
             values["rope_type"] = values["rope_type"].removeprefix(PREFIX)
             values.pop("p", None)
-            values.pop(REST, None)
 
 
 def _typed(parameters: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -79,16 +76,6 @@ def refresh(model: PreTrainedModel, config: PreTrainedConfig) -> None:
                 module.register_buffer(name, frequencies.to(device, torch.float32, copy=True), persistent=False)
         types = {layer_type: values["rope_type"] for layer_type, values in kinds}
         module.rope_type = types.get(None, types)
-
-
-def fade(model: PreTrainedModel, rest: float) -> None:
-    """Multiply the frequencies that p-RoPE drops by ``rest``: 1 is the stock rotary, 0 is p-RoPE."""
-    text = model.config.get_text_config()
-    for _, values in flat(text):
-        values.pop(REST, None)
-        if rest:
-            values[REST] = rest
-    refresh(model, text)
 
 
 def check(model: PreTrainedModel, config: PreTrainedConfig, remedy: str = "p=None") -> None:
@@ -152,9 +139,9 @@ def _p_rope(base: str) -> Callable[..., tuple[Tensor, float]]:
                 "of another model, converted as a whole"
             )
         frequencies, attention_factor = base_frequencies(base, config, layer_type, device, seq_len)
-        values = dict(flat(config))[layer_type]
-        kept = round(values["p"] * frequencies.numel())
-        frequencies[kept:] *= values.get(REST, 0.0)
+        p = dict(flat(config))[layer_type]["p"]
+        kept = round(p * frequencies.numel())
+        frequencies[kept:] = 0.0
         return frequencies, attention_factor
 
     return compute

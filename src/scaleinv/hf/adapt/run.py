@@ -136,7 +136,7 @@ class _Work:
     def identity(self) -> dict[str, Any]:
         """What the trained models depend on."""
         config = self.config
-        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill", "anneal_rotary")
+        kept = ("batch_tokens", "lr", "lora", "tau", "p", "distill")
         return {
             "model_sha256": fingerprint(self.stock),
             "corpus_sha256": self.data.sha256,

@@ -17,19 +17,14 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from scaleinv.adaptation import BASE, AdaptConfig
 from scaleinv.data import TokenData
 from scaleinv.distributed import RankLost
-from scaleinv.hf import rope
 from scaleinv.hf.adapt.data import Windows
 from scaleinv.hf.adapt.variants import as_variant
-from scaleinv.hf.convert import conversion
 from scaleinv.hf.settings import Fit
 from scaleinv.hf.source import load_pretrained
 from scaleinv.hub import reason
 from scaleinv.machine import arithmetic, is_about_memory
 from scaleinv.progress import Progress, Report, clock
 from scaleinv.train.distributed import World
-
-LEAST_REST = 1e-3
-"""Where the factor of fading frequencies ends, to become 0: over a few thousand tokens, they hardly turn any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +82,10 @@ def divergence(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Watcher(TrainerCallback):
-    """Reports each step, and anneals."""
+    """Reports each step."""
 
-    def __init__(self, model: Any, name: str, config: AdaptConfig, steps: Steps, progress: Progress) -> None:
-        self.model, self.name, self.config, self.steps, self.progress = model, name, config, steps, progress
+    def __init__(self, model: Any, name: str, steps: Steps, progress: Progress) -> None:
+        self.model, self.name, self.steps, self.progress = model, name, steps, progress
         self.began = self.last = time.monotonic()
         self.first: int | None = None
 
@@ -100,7 +95,6 @@ class Watcher(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.first is None:
             self.first, self.began, self.last = state.global_step, time.monotonic(), time.monotonic()
-        anneal(self.model, state.global_step, self.config, self.steps.count)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not logs or "loss" not in logs:
@@ -122,23 +116,6 @@ class Watcher(TrainerCallback):
                 loss=logs["loss"],
             )
         )
-
-
-def rest(step: int, config: AdaptConfig, steps: int) -> float:
-    """What is left at a step of the frequencies that p-RoPE drops, over the first ``anneal_rotary`` of all steps.
-
-    It falls geometrically: each halving of a frequency takes the same number of steps. A linear fall would leave most
-    of the change to the last few, because a frequency counts by its turns over the whole context.
-    """
-    share = 1.0 if config.anneal_rotary == 0 else min(1.0, step / (config.anneal_rotary * steps))
-    return 0.0 if share == 1.0 else LEAST_REST**share
-
-
-def anneal(model: Any, step: int, config: AdaptConfig, steps: int) -> None:
-    """Give a converted model the attention of a step; it depends on nothing else."""
-    settings = conversion(model)
-    if config.anneal_rotary and settings is not None and settings.p is not None:
-        rope.fade(model, rest(step, config, steps))
 
 
 def train(
@@ -200,7 +177,7 @@ def train(
     windows = Windows(data, steps.length, steps.count * steps.windows, seed)
     trainer = AdaptTrainer(trained, arguments, train_dataset=windows)
     trainer.remove_callback(PrinterCallback)
-    watcher = Watcher(model, label, config, steps, progress)
+    watcher = Watcher(model, label, steps, progress)
     trainer.add_callback(watcher)
     if config.distill and name != BASE:
         trainer.teacher, trainer.loss_is_scaled_for_ga = load_teacher(config.model, here.device, kind), False
@@ -217,7 +194,6 @@ def train(
         raise ValueError(
             f"{last} cannot be resumed from ({reason(error)}): if it is damaged, delete it to begin again"
         ) from error
-    anneal(model, steps.count, config, steps.count)
     if use_cache is not None:
         model.config.use_cache = use_cache  # Trainer turns it off
     if config.lora:
