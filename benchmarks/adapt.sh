@@ -41,7 +41,7 @@ smollm2() {
     gguf=$("$python" -c "$find")
     [ -e models/smollm2 ] || "$python" examples/hf_convert.py "$gguf" --stock models/smollm2
     "$python" -m scaleinv adapt models/smollm2 --data sotu --variants stock,yarn,scale-invariant-fitted+yarn --tau 100 \
-        --out "$out/smollm2" --train-length 2048 --lengths 2048,8192,16384 --tokens "${SMOLLM2_TOKENS:-131072}" \
+        --out "$out/smollm2" --train-length 2048 --lengths 2048,8192,16384 --tokens "${SMOLLM2_TOKENS:-98304}" \
         --batch-tokens 4096 --micro-tokens 2048 --val-tokens 16384 --checkpoint-every 8 --precision "$precision"
 }
 

@@ -1,9 +1,9 @@
-"""What a sliding window gives: a model that never looks further than it was trained, beside results/adapt/.
+"""What a sliding window gives: a model whose layers never look further than it was trained, beside results/adapt/.
 
     python benchmarks/adapt_window.py results/adapt/sotu/models/stock-seed0 --data sotu --out window.json
 
 The adapted stock model is loaded as a Mistral, a Llama with a sliding window, of its trained length, and evaluated on
-the held-out tokens of `scaleinv adapt`. Text that has no use for what lies further back loses nothing by it.
+the held-out tokens of `scaleinv adapt`. Text that has little use for what lies further back loses little by it.
 """
 
 from __future__ import annotations

@@ -68,13 +68,14 @@ def fitted_coefficients(
 ) -> tuple[Tensor, Tensor]:
     """Scale a_t and shift m_t for scores ``S ~ N(mean, variance)``, which leave the nearest tokens alone.
 
-    This is Theorem 1 for the standardised score: with ``alpha = exp(variance / 2)`` and ``beta = variance * alpha``
+    This is Theorem 1 for the standardised score, with ``alpha = exp(variance / 2)`` and ``beta = variance * alpha``, and
+    the mean added as a constant, which a softmax does not see:
 
         a_t = sqrt(1 + 2 log(1 + t/tau) / variance)        m_t = (1 - a_t) mean - 2 log(1 + t/tau)
 
     and then ``E[exp L] = exp(mean + variance / 2) / (t/tau + 1)``, ``E[L exp L] = (mean + variance) E[exp L]``. Scores
-    of a large variance single out keys as they are, and need less sharpening; `coefficients`, made for a variance of 1,
-    would give ranges of them a share that grows with the distance as soon as the variance exceeds 2.
+    of a large variance single out keys as they are, and need less sharpening. With mean 0 and `coefficients`, which are
+    made for a variance of 1, the expected weight of a token would go as ``(t/tau + 1) ** (variance - 2)``.
 
     Args:
         t, tau, dtype: as for `coefficients`.
