@@ -68,8 +68,8 @@ def fitted_coefficients(
 ) -> tuple[Tensor, Tensor]:
     """Scale a_t and shift m_t for scores ``S ~ N(mean, variance)``, which leave the nearest tokens alone.
 
-    This is Theorem 1 for the standardised score, with ``alpha = exp(variance / 2)`` and ``beta = variance * alpha``; the
-    mean is added as a constant, which a softmax does not see:
+    This is Theorem 1 for the standardised score, with ``alpha = exp(variance / 2)`` and ``beta = variance *
+    alpha``; the mean is added as a constant, which a softmax does not see:
 
         a_t = sqrt(1 + 2 log(1 + t/tau) / variance)        m_t = (1 - a_t) mean - 2 log(1 + t/tau)
 
