@@ -1,7 +1,9 @@
 """The mean and variance of a model's scores, head by head: what `scaleinv.hf.convert(fit=…)` fits the logits to.
 
-fit = scaleinv.hf.measure_scores(model, tokens)
-scaleinv.hf.convert(model, p=None, stretch="yarn", fit=fit)
+    fit = scaleinv.hf.measure_scores(model, tokens)
+    scaleinv.hf.convert(model, p=None, stretch="yarn", fit=fit)
+
+`observed` shows what reaches the attention layers; `scaleinv.analysis` uses it too.
 """
 
 from __future__ import annotations
